@@ -42,7 +42,7 @@ import torch
 
 from bench.report import ROOT, median_ratio, medians, peak_gigabytes, publish, rounded, turns
 from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSection, parse
-from pipeline.features.capture import capture_shard
+from pipeline.features.capture import LocalStates, capture_shard
 from pipeline.features.packing import cut, into_forwards
 from pipeline.features.writer import ShardWriter
 from pipeline.learning.batches import ReadAhead, Schedule
@@ -301,7 +301,11 @@ def _capture(
     target: LoadedTarget, samples: list[Sample], name: str, referee: Referee | None = None
 ) -> list[StatesSample]:
     return capture_shard(
-        *(target, samples, FeaturesSection(batch_tokens=BATCH_TOKENS, self_check_tolerance=64)),
+        *(
+            LocalStates(target),
+            samples,
+            FeaturesSection(batch_tokens=BATCH_TOKENS, self_check_tolerance=64),
+        ),
         lambda _: None,
         name=name,
         referee=referee,

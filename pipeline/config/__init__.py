@@ -36,6 +36,7 @@ from pipeline.config.drafter import (
 )
 from pipeline.config.evaluation import EvalSection, RivalSection
 from pipeline.config.run import (
+    EngineSection,
     FeaturesSection,
     RunConfig,
     RunSection,
@@ -77,6 +78,7 @@ __all__ = [
     "DlpSection",
     "DrafterSection",
     "Eagle3DrafterSection",
+    "EngineSection",
     "EvalSection",
     "FeaturesSection",
     "GeneratorSection",

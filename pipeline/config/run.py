@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
+from pipeline.config.credentials import VariableName, check_endpoint
 from pipeline.config.evaluation import EvalSection
 from pipeline.config.section import Section
 from pipeline.config.server import ServeSection
@@ -47,6 +48,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "dlp": {"endpoint"},
     },
     "features": {
+        "engine",
         "batch_tokens",
         "self_check_tolerance",
         "reply_tolerance",
@@ -218,11 +220,53 @@ def _is_template(text: str) -> bool:
 Supervise = Literal["replies", "all"]
 
 
+class EngineSection(Section):
+    """A vLLM that computes the states: servers, or one in the process of the stage."""
+
+    endpoints: tuple[str, ...] = Field((), repr=False)
+    """Base URLs of servers, for example http://localhost:8000/v1; they must run with our connector
+    (docs/capture.md). None: vLLM runs in this process, and must be installed beside this
+    package."""
+    model: str | None = None
+    """Name by which the servers know the target; None takes the one that they list."""
+    api_key_env: VariableName | None = Field(None, repr=False)
+    """Name, in capitals, of the environment variable that holds the servers' API key."""
+    allow_plain_http: bool = False
+    """Send that key to other machines over http:// too, where everybody between can read it."""
+    directory: str = "/dev/shm/eagle3-states"
+    """Where the servers put states and this process takes them, by its path here: memory that looks
+    like a disk, or a file system that both see."""
+    concurrency: int = Field(64, gt=0)
+    """Requests under way over all endpoints."""
+    timeout_seconds: float = Field(600.0, gt=0)
+    """Longest wait for one sample's states."""
+    outage_seconds: float = Field(300.0, gt=0)
+    """The stage stops when no endpoint has answered for this long; the same command continues
+    it."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vllm.LLM where it runs in this process, for example
+    {tensor_parallel_size: 8}."""
+
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> EngineSection:
+        for url in self.endpoints:
+            check_endpoint(url, with_key=bool(self.api_key_env) and not self.allow_plain_http)
+        if self.endpoints and self.options:
+            raise ValueError("options are for vLLM in this process; start the servers with them")
+        return self
+
+
 class FeaturesSection(Section):
     """Target states, computed once and stored."""
 
+    backend: Literal["local", "vllm"] = "local"
+    """Who computes them: transformers in this process, or a vLLM, with the arithmetic of the server
+    that will serve the target (docs/capture.md)."""
+    engine: EngineSection = EngineSection()
+    """That vLLM."""
+
     batch_tokens: int = Field(2048, gt=0)
-    """Tokens of one packed forward; longer samples go alone."""
+    """Tokens of one packed forward; longer samples go alone. A vLLM is asked for a whole shard."""
     shard_tokens: int = Field(16384, gt=0)
     """A shard is closed once it holds this many tokens: the unit of commit and resume."""
     encoding: Literal["bf16", "fp8", "int8"] = "int8"
@@ -252,6 +296,13 @@ class FeaturesSection(Section):
             raise ValueError(
                 "a device_map places whole layers and parallel=tensor splits each one; choose one"
             )
+        if self.backend != "local" and (self.parallel == "tensor" or self.device_map is not None):
+            raise ValueError(
+                "device_map and parallel place the target in our own processes; set "
+                "engine.options.tensor_parallel_size, or start the servers so"
+            )
+        if self.backend == "local" and self.engine != EngineSection():
+            raise ValueError("engine is set, but backend is local; set features.backend=vllm")
         return self
 
 
@@ -304,6 +355,8 @@ class RunConfig(Section):
         own = section and section.model_dump(mode="json", exclude=left_out)
         if own and stage == "features":
             own["format"] = STATES_FORMAT  # states of an older version are not taken for these
+            if own["backend"] == "local":  # as in runs that knew no other
+                del own["backend"]
         return {"seed": self.run.seed, "target": target, stage: own}
 
     def default(self, keys: Sequence[str]) -> Any:

@@ -19,7 +19,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from pipeline.errors import (
     is_out_of_memory,
 )
 from pipeline.features.packing import into_forwards
-from pipeline.records import Manifest, Sample, Span, TargetContract
+from pipeline.records import Arithmetic, Manifest, Sample, Span, TargetContract
 from pipeline.store.manifest import manifest_where
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.target.agreement import (
@@ -50,6 +50,7 @@ from pipeline.target.agreement import (
     problem_of,
     problem_of_sample,
 )
+from pipeline.target.arithmetic import torch_arithmetic
 from pipeline.target.forward import (
     LoadedTarget,
     capture_alone,
@@ -71,36 +72,85 @@ class CapturedShard(NamedTuple):
     gap_steps: float  # what counted as arithmetic, in steps of bfloat16
 
 
+class StatesSource(Protocol):
+    """What computes states: the target in this process, or an engine that serves it."""
+
+    @property
+    def contract(self) -> TargetContract:
+        """Whose states they are."""
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What they are computed with."""
+
+    def together(self, documents: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+        """(aux [T, L · H], final [T, H]) of each document; they do not see each other."""
+
+    def alone(self, document: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The same of one document, by a way that could not confuse it with another."""
+
+    def noise_gain(self, document: Sequence[int], final: Tensor) -> float:
+        """How far noise moves the final states [T, H]; see `forward.noise_gain`."""
+
+
+class LocalStates:
+    """Of a target that transformers runs in this process."""
+
+    def __init__(self, target: LoadedTarget) -> None:
+        self._target, self.contract = target, target.contract
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Torch's."""
+        return torch_arithmetic(self._target.model.dtype, self._target.device)
+
+    def together(self, documents: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+        """From one packed forward."""
+        return capture_states(self._target, documents)
+
+    def alone(self, document: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """By transformers' own attention and masks."""
+        return capture_alone(self._target, document)
+
+    def noise_gain(self, document: Sequence[int], final: Tensor) -> float:
+        """Measured."""
+        return noise_gain(self._target, document, final)
+
+
 class MatchedTarget(NamedTuple):
-    """The target that wrote the samples: its files, and the model in memory."""
+    """The target that wrote the samples: its files, and what computes its states."""
 
     target: Target
-    loaded: LoadedTarget
+    source: StatesSource
+    rows: Tensor  # [V, H], whose products with final states, times `scale`, are the logits
+    scale: float
+    has_experts: bool
+
+    @classmethod
+    def loaded(cls, target: Target, loaded: LoadedTarget) -> MatchedTarget:
+        """In this process, with transformers' own output rows."""
+        rows, scale = loaded.model.get_output_embeddings().weight, target.architecture.logit_scale
+        contract = loaded.contract
+        whole = tuple(rows.shape) == (contract.vocab_size, contract.hidden_size)
+        if not whole or type(rows.data) is not Tensor:  # this process holds a slice of them
+            rows, scale = target.weights.lm_head().to(loaded.device, loaded.model.dtype), 1.0
+        has_experts = any("experts" in name for name, _ in loaded.model.named_modules())
+        return cls(target, LocalStates(loaded), rows, scale, has_experts)
 
     def most_beyond(self, section: FeaturesSection, gap_steps: float) -> float:
         """Share of the reply tokens that may be beyond the gap: the section's, or by what the
         target makes of noise."""
         if section.reply_tolerance is not None:
             return section.reply_tolerance
-        parts = (name for name, _ in self.loaded.model.named_modules())
-        chaotic = gap_steps > CHAOTIC_GAP or any("experts" in name for name in parts)
+        chaotic = gap_steps > CHAOTIC_GAP or self.has_experts
         return MOST_BEYOND_OF_CHAOTIC if chaotic else MOST_BEYOND
 
     def referee(self, shards: int = 1) -> Referee:
-        """Of the replies of a stage of so many shards, by transformers' own output rows."""
-        rows, scale = self.loaded.model.get_output_embeddings().weight, 1.0
-        contract = self.loaded.contract
-        if (
-            tuple(rows.shape) == (contract.vocab_size, contract.hidden_size)
-            and type(rows.data) is Tensor
-        ):
-            scale = self.target.architecture.logit_scale
-        else:  # this process holds a slice of them
-            rows = self.target.weights.lm_head().to(self.loaded.device, self.loaded.model.dtype)
+        """Of the replies of a stage of so many shards."""
         return Referee(
-            rows,
-            scale=scale,
-            parameters=contract.parameters,
+            self.rows,
+            scale=self.scale,
+            parameters=self.target.contract.parameters,
             stop_ids=self.target.template().stop_ids,
             shards=shards,
         )
@@ -123,14 +173,25 @@ def load_matching_target(
         prepare_process(config.run)
         where = manifest_where(config.run.uri, "synth")
         target = open_target(config.target, expected=expected, where=where)
+        if config.features.backend == "vllm":
+            return _served(config, target)
     device_map, attention = config.features.device_map, register_packed_attention()
     with group.all_or_raise():
         loaded = target.load(attention=attention, device_map=device_map, processes=group.size)
-        return MatchedTarget(target, loaded)
+        return MatchedTarget.loaded(target, loaded)
+
+
+def _served(config: RunConfig, target: Target) -> MatchedTarget:
+    """The target in an engine; its output rows are read from its files."""
+    from pipeline.features.engine import open_engine
+
+    has_experts = any("experts" in name for name in target.weights)
+    rows = target.weights.lm_head().to(target.device, target.dtype)  # scaled already
+    return MatchedTarget(target, open_engine(config, target), rows, 1.0, has_experts)
 
 
 def capture_shard(
-    target: LoadedTarget,
+    source: StatesSource,
     samples: Sequence[Sample],
     section: FeaturesSection,
     advance: Callable[[int], None],
@@ -139,7 +200,7 @@ def capture_shard(
     referee: Referee | None = None,
     scored: bool = False,
 ) -> CapturedShard:
-    """The states of `samples`, in their order, bf16 on the target's device; and with a `referee`
+    """The states of `samples`, in their order, bf16 on the source's device; and with a `referee`
     how their replies agree with the target. `scored`: another process of the group has one.
 
     The first forward of a shard needs the most memory. When there is not enough, its samples and
@@ -158,12 +219,14 @@ def capture_shard(
     before: dict[int, Tensor] = {}  # final states before the scored tokens
     checked = chosen_for_check(name, len(samples))
     lengths, budget = [len(sample.token_ids) for sample in samples], section.batch_tokens
+    if section.backend != "local":  # an engine batches for itself
+        budget = sum(lengths)
     waiting = deque(into_forwards(lengths, budget))
     halved = False
     while waiting:
         documents = {number: samples[number] for number in waiting[0]}
         try:
-            captured = _capture(target, documents, checked, section.self_check_tolerance)
+            captured = _capture(source, documents, checked, section.self_check_tolerance)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -176,7 +239,7 @@ def capture_shard(
                 after = torch.tensor(places[number], dtype=torch.int64, device=final.device)
                 before[number] = final[after - 1]
                 if number == checked and (referee or scored):
-                    gain = noise_gain(target, samples[number].token_ids, final)
+                    gain = source.noise_gain(samples[number].token_ids, final)
                     gap_steps = max(LEAST_GAP, GAP_PER_GAIN * gain)
             advance(sum(len(sample.token_ids) for sample in documents.values()))
             continue
@@ -208,17 +271,17 @@ def check_replies(
 
 
 def _capture(
-    target: LoadedTarget, documents: dict[int, Sample], checked: int, tolerance: float
+    source: StatesSource, documents: dict[int, Sample], checked: int, tolerance: float
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Aux [T, L · H] and final states [T, H] of numbered samples from one forward; number
     `checked` is compared."""
     for sample in documents.values():
-        _check_ids(sample, target.contract.vocab_size)
-    captured = capture_states(target, [sample.token_ids for sample in documents.values()])
+        _check_ids(sample, source.contract.vocab_size)
+    captured = source.together([sample.token_ids for sample in documents.values()])
     _check_finite(list(documents.values()), captured)
     numbered = dict(zip(documents, captured, strict=True))
     if checked in documents and tolerance:
-        _check_alone(target, documents[checked], *numbered[checked], tolerance)
+        _check_alone(source, documents[checked], *numbered[checked], tolerance)
     return numbered
 
 
@@ -252,20 +315,20 @@ def differences(packed: tuple[Tensor, Tensor], alone: tuple[Tensor, Tensor]) -> 
     Both are (aux [T, L · H], final [T, H]): the aux layers and the final state.
     """
     largest = []
-    for ours, reference in zip(_layers(*packed), _layers(*alone), strict=True):
+    for ours, reference in zip(layers_of(*packed), layers_of(*alone), strict=True):
         distance = (ours.float() - reference.float()).norm(dim=1)  # [T]
         relative = distance / reference.float().norm(dim=1).clamp_min(1e-30)
         largest.append(float(relative.max()))
     return largest
 
 
-def _layers(aux: Tensor, final: Tensor) -> list[Tensor]:
+def layers_of(aux: Tensor, final: Tensor) -> list[Tensor]:
     """The aux states from low to high and the final state, each [T, H]."""
     return [*aux.chunk(aux.shape[1] // final.shape[1], dim=1), final]
 
 
 def _check_alone(
-    target: LoadedTarget, sample: Sample, aux: Tensor, final: Tensor, tolerance: float
+    source: StatesSource, sample: Sample, aux: Tensor, final: Tensor, tolerance: float
 ) -> None:
     """Raise DataError when the sample's states are not those that it has by itself.
 
@@ -274,8 +337,8 @@ def _check_alone(
     makes 100 % and more.
     """
     allowed = tolerance * torch.finfo(aux.dtype).eps
-    names = [f"layer {layer}" for layer in target.contract.capture_layers] + ["the final state"]
-    measured = differences((aux, final), capture_alone(target, sample.token_ids))
+    names = [f"layer {layer}" for layer in source.contract.capture_layers] + ["the final state"]
+    measured = differences((aux, final), source.alone(sample.token_ids))
     for name, difference in zip(names, measured, strict=True):
         if not difference <= allowed:
             problem = (

@@ -26,7 +26,7 @@ from pipeline.store.samples import read_samples
 from pipeline.store.stage_run import StageRun
 from pipeline.store.states import Encoding, StatesSample, encode_states
 from pipeline.target.agreement import MOST_BEYOND, Agreement
-from pipeline.target.arithmetic import reason, torch_arithmetic
+from pipeline.target.arithmetic import reason
 from pipeline.target.parallel import Group
 
 #: Shards that wait for the writer.
@@ -66,10 +66,9 @@ class ShardCapture:
         contract = parent.contract
         matched = load_matching_target(config, group.broadcast(contract), group)
         shards = len(parts_of(parent.shards, self._section.shard_tokens))
-        self._target, self._referee = matched.loaded, matched.referee(shards)
-        self._matched = matched
+        self._matched, self._referee = matched, matched.referee(shards)
         self._rendering = Rendering(matched.target.template(), parent)
-        arithmetic = torch_arithmetic(self._target.model.dtype, self._target.device)
+        arithmetic = matched.source.arithmetic
         if group.size > 1:  # the sums of a layer depend on how many processes share it
             arithmetic = arithmetic.model_copy(update={"repeatable": "no"})
         stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
@@ -84,7 +83,7 @@ class ShardCapture:
         usable = [sample for sample in samples if sample.supervised]
         rendered = self._rendering.check(usable)
         self._group.broadcast((name, usable))
-        arguments = self._target, usable, self._section, self._advance
+        arguments = self._matched.source, usable, self._section, self._advance
         captured = capture_shard(*arguments, name=name, referee=self._referee)
         most_beyond = self._matched.most_beyond(self._section, captured.gap_steps)
         check_replies(usable, captured.agreements, most_beyond)
@@ -118,7 +117,7 @@ def take_part(config: RunConfig, group: Group) -> Manifest:
     target, received = None, None
     while not isinstance(received := group.broadcast(None), Manifest):
         if isinstance(received, TargetContract):
-            target = load_matching_target(config, received, group).loaded
+            target = load_matching_target(config, received, group).source
         else:
             assert target, "the contract comes first"
             name, samples = received

@@ -61,8 +61,9 @@ def load_model(
     dtype: str | None = None,
     device_map: str | dict[str, int | str] | None = None,
     processes: int = 1,
+    layers: int | None = None,
 ) -> LoadedTarget:
-    """The model in `directory`, in eval mode.
+    """The model in `directory`, in eval mode; of its decoder layers the first `layers`.
 
     `attention` is a transformers attention implementation, `dtype` overrides the section's. With a
     `device_map`, layers lie on several devices and `LoadedTarget.device` is that of the embedding.
@@ -88,6 +89,8 @@ def load_model(
     if device_map is not None:
         _require_accelerate()
         options["device_map"] = device_map
+    if layers is not None:
+        options["config"] = _cut(read_config(directory, where), layers)
     if processes > 1:
         _require_slices(section, directory, device, processes)
         options["distributed_config"] = _slices(processes)
@@ -114,6 +117,15 @@ def _whole_model(loader: Any, directory: Path, options: dict[str, Any], where: s
         fix = "correct config.json, or download or convert the whole target again"
         raise TargetError(problem, where=where, fix=fix)
     return model
+
+
+def _cut(config: Any, layers: int) -> Any:
+    """The configuration of a model that has so many decoder layers."""
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return config
 
 
 def _require_accelerate() -> None:
@@ -313,6 +325,27 @@ def capture_alone(target: LoadedTarget, document: Sequence[int]) -> tuple[Tensor
     attention = "sdpa" if decoder_of(target.model)._supports_sdpa else "eager"
     with _attention(target.model, attention):
         return _forward(target, document, torch.arange(len(document)))
+
+
+@torch.inference_mode()
+def layer_outputs(target: LoadedTarget, document: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """What every decoder layer puts out [layers, T, H], and final [T, H], as in `capture_alone`."""
+    backbone = decoder_of(target.model)
+    captured: dict[int, Tensor] = {}
+    hooks = [
+        layer.register_forward_hook(_capture_hook(captured, index))
+        for index, layer in enumerate(backbone.layers)
+    ]
+    attention = "sdpa" if backbone._supports_sdpa else "eager"
+    try:
+        with _attention(target.model, attention):
+            ids = torch.tensor([list(document)], device=target.device)  # [1, T]
+            final = backbone(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    outputs = [captured[index][0].to(target.device) for index in range(len(captured))]
+    return torch.stack(outputs), final[0].to(target.device)
 
 
 def noise_gain(target: LoadedTarget, document: Sequence[int], final: Tensor) -> float:

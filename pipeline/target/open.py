@@ -107,8 +107,9 @@ class Target:
         dtype: str | None = None,
         device_map: str | dict[str, int | str] | None = None,
         processes: int = 1,
+        layers: int | None = None,
     ) -> LoadedTarget:
-        """The whole model; see `load_model`."""
+        """The whole model, or its first `layers`; see `load_model`."""
         return load_model(
             self.section,
             self.directory,
@@ -117,6 +118,7 @@ class Target:
             dtype=dtype,
             device_map=device_map,
             processes=processes,
+            layers=layers,
         )
 
 

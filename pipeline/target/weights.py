@@ -144,6 +144,11 @@ class TargetWeights:
             return self._norm(self[name])
         return torch.ones(self.embedding().shape[1])  # of a norm without a weight
 
+    def last_norm(self) -> dict[str, Tensor]:
+        """That norm's tensors as stored, names relative to it."""
+        prefix = f"{self._prefix}norm."
+        return {name.removeprefix(prefix): self[name] for name in self if name.startswith(prefix)}
+
     def layer(self, index: int) -> dict[str, Tensor]:
         """The tensors of decoder layer `index`, names relative to it.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.config import FeaturesSection, RunConfig, TargetSection
 from pipeline.errors import DataError, OutOfMemory
-from pipeline.features.capture import capture_shard, chosen_for_check
+from pipeline.features.capture import LocalStates, capture_shard, chosen_for_check
 from pipeline.features.stage import run
 from pipeline.records import Sample
 from pipeline.store.manifest import stage_location
@@ -62,7 +62,9 @@ def test_the_order_of_samples_and_the_packing_do_not_show(
 ) -> None:
     target = load(tiny_target)
     packed, alone = (
-        capture_shard(target, samples, section(budget), lambda tokens: None, name="a").states
+        capture_shard(
+            LocalStates(target), samples, section(budget), lambda tokens: None, name="a"
+        ).states
         for budget in (200, 1)
     )
     assert (
@@ -90,11 +92,15 @@ def test_a_forward_for_which_memory_runs_out_is_computed_in_halves(
     tiny_target: Path, samples: list[Sample], capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, advanced, attempts = load(tiny_target), list[int](), list[int]()
-    expected = capture_shard(target, samples, section(200), lambda tokens: None, name="a").states
+    expected = capture_shard(
+        LocalStates(target), samples, section(200), lambda tokens: None, name="a"
+    ).states
     total = sum(len(sample.token_ids) for sample in samples)
     assert total > 200, "several forwards"
     hook = out_of_memory_above(target, 150, attempts)
-    halved = capture_shard(target, samples, section(200), advanced.append, name="a").states
+    halved = capture_shard(
+        LocalStates(target), samples, section(200), advanced.append, name="a"
+    ).states
     hook.remove()
     assert attempts[0] > 150 and max(attempts[1:]) <= 150, "one forward failed, no later one"
     assert sum(advanced) == total, "every token once"
@@ -113,7 +119,7 @@ def test_memory_that_runs_out_for_half_a_forward_ends_the_stage(
     out_of_memory_above(target, 20, attempts)
     expected = rf"features\.batch_tokens={budget}: out of memory.*CUDA out of memory"
     with pytest.raises(OutOfMemory, match=expected) as caught:
-        capture_shard(target, samples, section(budget), lambda tokens: None, name="a")
+        capture_shard(LocalStates(target), samples, section(budget), lambda tokens: None, name="a")
     assert len(attempts) == failed and caught.value.exit_code == 75
 
 
@@ -143,7 +149,9 @@ def test_a_document_that_sees_its_neighbour_is_found(
     # The longest is the first in the row, which sees no other.
     chosen = ((name, chosen_for_check(name, len(samples))) for name in map(str, range(9)))
     name, number = next(pair for pair in chosen if lengths[pair[1]] < max(lengths))
-    capture = partial(capture_shard, target, samples, advance=lambda tokens: None, name=name)
+    capture = partial(
+        capture_shard, LocalStates(target), samples, advance=lambda tokens: None, name=name
+    )
     AttentionInterface.register(PACKED_ATTENTION, leaking)
     try:
         with pytest.raises(

@@ -106,9 +106,9 @@ def judged(directory: Path, samples: list[Sample], dtype: str = "float32") -> Ca
         {"source": str(directory), "dtype": dtype, "device": "cpu", "capture_layers": (1, 3, 4)}
     )
     target = open_target(section)
-    matched = MatchedTarget(target, target.load(attention=register_packed_attention()))
+    matched = MatchedTarget.loaded(target, target.load(attention=register_packed_attention()))
     shard = capture_shard(
-        *(matched.loaded, samples, FeaturesSection(batch_tokens=512, self_check_tolerance=0)),
+        *(matched.source, samples, FeaturesSection(batch_tokens=512, self_check_tolerance=0)),
         lambda tokens: None,
         name="a",
         referee=matched.referee(),
