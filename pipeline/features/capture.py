@@ -55,6 +55,7 @@ from pipeline.target.forward import (
     LoadedTarget,
     capture_alone,
     capture_states,
+    layers_of,
     noise_gain,
     register_packed_attention,
 )
@@ -320,11 +321,6 @@ def differences(packed: tuple[Tensor, Tensor], alone: tuple[Tensor, Tensor]) -> 
         relative = distance / reference.float().norm(dim=1).clamp_min(1e-30)
         largest.append(float(relative.max()))
     return largest
-
-
-def layers_of(aux: Tensor, final: Tensor) -> list[Tensor]:
-    """The aux states from low to high and the final state, each [T, H]."""
-    return [*aux.chunk(aux.shape[1] // final.shape[1], dim=1), final]
 
 
 def _check_alone(

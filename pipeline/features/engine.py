@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import os
 import shutil
 import time
@@ -48,12 +47,13 @@ from pipeline.errors import (
     TargetError,
     brief,
 )
-from pipeline.features.capture import layers_of
+from pipeline.features.plan import layers_in_vllm, speculative_config, transfer_config
 from pipeline.records import Arithmetic
 from pipeline.target.architecture import decoder_of, model_class, read_config
 from pipeline.target.forward import (
     LoadedTarget,
     layer_outputs,
+    layers_of,
     noise_gain,
     register_packed_attention,
 )
@@ -262,7 +262,7 @@ def asked_layers(target: Target) -> list[int]:
     """In vLLM's numbers, low to high: the contract's, and the last one."""
     where = f"target.source={target.section.source}"
     config = read_config(target.directory, where).get_text_config()
-    return [*(layer + 1 for layer in target.contract.capture_layers), config.num_hidden_layers]
+    return layers_in_vllm(target.contract.capture_layers, config.num_hidden_layers)
 
 
 def last_norm(target: Target, dtype: torch.dtype) -> nn.Module:
@@ -281,35 +281,6 @@ def last_norm(target: Target, dtype: torch.dtype) -> nn.Module:
 def _wrong(problem: str) -> EndpointError:
     fix = "start the server as docs/capture.md says; `eagle3 features … --plan` prints the command"
     return EndpointError(problem, where=_WHERE, fix=fix)
-
-
-def speculative_config(layers: Sequence[int]) -> dict[str, Any]:
-    """What makes vLLM hand out these layers."""
-    return {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*layers]}},
-    }
-
-
-def transfer_config(directory: str) -> dict[str, Any]:
-    """What makes vLLM load our connector."""
-    return {
-        "kv_connector": "StatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_module_path": "pipeline.features.vllm_connector",
-        "kv_connector_extra_config": {"directory": directory},
-    }
-
-
-def serve_command(target: Target, directory: str) -> str:
-    """The server that these states come from."""
-    speculative = json.dumps(speculative_config(asked_layers(target)))
-    transfer = json.dumps(transfer_config(directory))
-    return (
-        f"vllm serve {target.directory} --no-enable-prefix-caching "
-        f"--speculative-config '{speculative}' --kv-transfer-config '{transfer}'"
-    )
 
 
 class Servers:

@@ -4,8 +4,11 @@ read.
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
@@ -80,12 +83,15 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     size = _size(config, target.hidden, target.vocabulary, samples)
     shards = expected_shards(config, samples.shards)
     memory = _memory(config, target, samples)
-    basis = (
+    basis: tuple[str, ...] = (
         f"storage: {size.token:,.0f} bytes a token and {size.teacher:,} for each of "
         f"{_teachers(config, samples):,} supervised ones, as {config.features.encoding}",
         f"shards: about {shards:,} of {size.total / max(1, shards) / 1e6:,.1f} MB",
         f"memory: {_SHARDS_HELD} shards of bf16 states and one packed forward beside the target",
     )
+    if manifest and config.features.backend == "vllm":
+        layers = layers_in_vllm(manifest.contract.capture_layers, target.layers)
+        basis = *basis, f"server: {serve_command(config, layers)}"
     return Plan(
         stage="features",
         state=_state(config, manifest, shards) if manifest else "waiting for synth",
@@ -98,6 +104,41 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         peak_memory_bytes=sum(memory.values()),
         memory=memory,
         basis=basis,
+    )
+
+
+def layers_in_vllm(capture_layers: Sequence[int], count: int) -> list[int]:
+    """What vLLM is asked for, low to high: it numbers what enters a layer; and the last of `count`,
+    before the norm."""
+    return [*(layer + 1 for layer in capture_layers), count]
+
+
+def speculative_config(layers: Sequence[int]) -> dict[str, Any]:
+    """What makes vLLM hand out `layers`."""
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*layers]}},
+    }
+
+
+def transfer_config(directory: str) -> dict[str, Any]:
+    """What makes vLLM load our connector, which writes to `directory`."""
+    return {
+        "kv_connector": "StatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_module_path": "pipeline.features.vllm_connector",
+        "kv_connector_extra_config": {"directory": directory},
+    }
+
+
+def serve_command(config: RunConfig, layers: Sequence[int]) -> str:
+    """The server that hands out these states."""
+    settings = speculative_config(layers), transfer_config(config.features.engine.directory)
+    speculative, transfer = (shlex.quote(json.dumps(each)) for each in settings)
+    return (
+        f"vllm serve {shlex.quote(config.target.source)} --no-enable-prefix-caching "
+        f"--speculative-config {speculative} --kv-transfer-config {transfer}"
     )
 
 

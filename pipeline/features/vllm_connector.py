@@ -57,7 +57,7 @@ _WRITERS = 4
 
 
 @dataclass
-class Asked:
+class StatesRequest:
     """A request that has ended, and where its states lie."""
 
     name: str
@@ -66,10 +66,10 @@ class Asked:
 
 
 @dataclass
-class AskedRequests(KVConnectorMetadata):
+class EndedRequests(KVConnectorMetadata):
     """From the scheduler to the workers: request id → what it asked for."""
 
-    ended: dict[str, Asked] = field(default_factory=dict)
+    ended: dict[str, StatesRequest] = field(default_factory=dict)
 
 
 class StatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -81,15 +81,15 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         speculative = vllm_config.speculative_config
         if speculative is None or speculative.method != "extract_hidden_states":
             raise ValueError("StatesConnector needs the speculative method extract_hidden_states")
-        given = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+        layers = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
         #: In the order in which vLLM stacks them.
-        self._layers = sorted(set(given))
+        self._layers = sorted(set(layers))
         directory = self._kv_transfer_config.get_from_extra_config(DIRECTORY, None)
         if not directory:
             raise ValueError(f"kv_connector_extra_config needs {DIRECTORY!r}")
         self._directory = Path(directory)
         self._group, self._block = _group_of_states(kv_cache_config)
-        self._ended: dict[str, Asked] = {}
+        self._ended: dict[str, StatesRequest] = {}
         self._cache: Tensor | None = None  # [blocks, L, block, H]
         self._writers: ThreadPoolExecutor | None = None
         self._done: set[str] = set()
@@ -110,10 +110,10 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Nothing is ever loaded."""
 
-    def build_connector_meta(self, scheduler_output: Any) -> AskedRequests:
+    def build_connector_meta(self, scheduler_output: Any) -> EndedRequests:
         """What has ended since the last step."""
         ended, self._ended = self._ended, {}
-        return AskedRequests(ended)
+        return EndedRequests(ended)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -128,9 +128,9 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             return False, {ASKED: None, "problem": "the name is not 32 hex digits"}
         ids = list(request.prompt_token_ids or ())
-        if len(block_ids) * self._block < len(ids):  # a window, whose blocks were given back
+        if len(block_ids) * self._block < len(ids):  # a window, whose blocks were layers back
             return False, {ASKED: None, "problem": "the states of its first tokens are gone"}
-        self._ended[request.request_id] = Asked(name, ids, list(block_ids))
+        self._ended[request.request_id] = StatesRequest(name, ids, list(block_ids))
         return True, {ASKED: name, "tokens": len(ids)}
 
     def request_finished_all_groups(
@@ -176,14 +176,14 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         """Copy the states of requests that have ended; their blocks may be used again."""
         metadata = self._get_connector_metadata() if self.has_connector_metadata() else None
         done = set()
-        if isinstance(metadata, AskedRequests) and self._writers is not None:
-            for request, asked in metadata.ended.items():
-                states = self._gather(asked)
+        if isinstance(metadata, EndedRequests) and self._writers is not None:
+            for request_id, order in metadata.ended.items():
+                states = self._gather(order)
                 ready = torch.cuda.Event() if states.is_cuda else None
                 if ready is not None:
                     ready.record()
-                self._writers.submit(self._write, asked, states, ready)
-                done.add(request)
+                self._writers.submit(self._write, order, states, ready)
+                done.add(request_id)
         return done or None, None
 
     def shutdown(self) -> None:
@@ -191,26 +191,26 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         if self._writers is not None:
             self._writers.shutdown()
 
-    def _gather(self, asked: Asked) -> Tensor:
+    def _gather(self, order: StatesRequest) -> Tensor:
         """[T, L, H], a copy."""
         assert self._cache is not None, "register_kv_caches comes first"
-        count = -(-len(asked.token_ids) // self._block)
-        blocks = torch.tensor(asked.blocks[:count], device=self._cache.device)
+        count = -(-len(order.token_ids) // self._block)
+        blocks = torch.tensor(order.blocks[:count], device=self._cache.device)
         states = self._cache.index_select(0, blocks).transpose(1, 2).flatten(0, 1)
-        return states[: len(asked.token_ids)].contiguous()
+        return states[: len(order.token_ids)].contiguous()
 
-    def _write(self, asked: Asked, states: Tensor, ready: Any) -> None:
+    def _write(self, order: StatesRequest, states: Tensor, ready: Any) -> None:
         """Runs in a thread of its own. Where it fails, the process that waits says so."""
         if ready is not None:
             ready.synchronize()
         self._delete_old()
         tensors = {
             "states": states.cpu(),
-            "token_ids": torch.tensor(asked.token_ids, dtype=torch.int32),
+            "token_ids": torch.tensor(order.token_ids, dtype=torch.int32),
         }
-        part = self._directory / f"{asked.name}.part"
+        part = self._directory / f"{order.name}.part"
         save_file(tensors, part, metadata=self._facts)
-        part.rename(self._directory / f"{asked.name}.safetensors")
+        part.rename(self._directory / f"{order.name}.safetensors")
 
     def _delete_old(self) -> None:
         limit = time.time() - _KEPT_SECONDS

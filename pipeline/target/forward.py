@@ -348,6 +348,11 @@ def layer_outputs(target: LoadedTarget, document: Sequence[int]) -> tuple[Tensor
     return torch.stack(outputs), final[0].to(target.device)
 
 
+def layers_of(aux: Tensor, final: Tensor) -> list[Tensor]:
+    """The aux states from low to high and the final state, each [T, H]."""
+    return [*aux.chunk(aux.shape[1] // final.shape[1], dim=1), final]
+
+
 def noise_gain(target: LoadedTarget, document: Sequence[int], final: Tensor) -> float:
     """How far noise of one step of bfloat16 at every layer's output moves the final states.
 

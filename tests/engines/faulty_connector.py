@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.features import vllm_connector
-from pipeline.features.vllm_connector import Asked
+from pipeline.features.vllm_connector import StatesRequest
 
 
 class FaultyConnector(vllm_connector.StatesConnector):
@@ -20,8 +20,8 @@ class FaultyConnector(vllm_connector.StatesConnector):
         self._fault = options["fault"]
         self._facts["layers"] = options["layers"]
 
-    def _gather(self, asked: Asked) -> Tensor:
-        states = super()._gather(asked)  # [T, L, H]
+    def _gather(self, order: StatesRequest) -> Tensor:
+        states = super()._gather(order)  # [T, L, H]
         if self._fault == "shifted by a token":
             return states.roll(1, 0)
         if self._fault == "cached tokens missing":

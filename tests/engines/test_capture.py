@@ -25,17 +25,11 @@ import torch
 
 from pipeline.config import EngineSection, TargetSection
 from pipeline.errors import DataError, EndpointError
-from pipeline.features.capture import layers_of
-from pipeline.features.engine import (
-    EngineStates,
-    Servers,
-    asked_layers,
-    speculative_config,
-    transfer_config,
-)
+from pipeline.features.engine import EngineStates, Servers, asked_layers
+from pipeline.features.plan import speculative_config, transfer_config
 from pipeline.store.manifest import read_manifest
 from pipeline.store.verify import verify_run
-from pipeline.target.forward import capture_alone
+from pipeline.target.forward import capture_alone, layers_of
 from pipeline.target.open import Target, open_target
 from tests.engines.environments import ROOT, VLLM
 from tests.engines.servers import VLLM_VARIABLES, EngineServer, vllm_server
@@ -57,19 +51,17 @@ def states_server(
     fault: str = "",
 ) -> Iterator[EngineServer]:
     """vLLM with our connector, or with one that has a fault."""
-    asked = asked_layers(target)
+    right = asked_layers(target)
     transfer = transfer_config(str(tmp_path / "states"))
     if fault:
         transfer |= {"kv_connector": "FaultyConnector"}
         transfer |= {"kv_connector_module_path": "tests.engines.faulty_connector"}
-        told = {"fault": fault, "layers": ",".join(map(str, asked))}
-        transfer["kv_connector_extra_config"] |= told
-    settings = json.dumps(speculative_config(layers or asked)), json.dumps(transfer)
-    given = "--speculative-config", settings[0], "--kv-transfer-config", settings[1]
+        planted = {"fault": fault, "layers": ",".join(map(str, right))}
+        transfer["kv_connector_extra_config"] |= planted
+    settings = json.dumps(speculative_config(layers or right)), json.dumps(transfer)
+    both = "--speculative-config", settings[0], "--kv-transfer-config", settings[1]
     log = tmp_path / "log"
-    with vllm_server(
-        target.directory, None, log, dtype=dtype, options=(*given, *options)
-    ) as server:
+    with vllm_server(target.directory, None, log, dtype=dtype, options=(*both, *options)) as server:
         yield server
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,11 @@ from pipeline.config import EngineSection, FeaturesSection, RunConfig, TargetSec
 from pipeline.errors import DataError, EndpointError, EndpointsUnavailable
 from pipeline.features.capture import LocalStates, capture_shard
 from pipeline.features.engine import EngineStates, Servers, asked_layers
+from pipeline.features.plan import plan
 from pipeline.records import Sample
 from pipeline.target.forward import layer_outputs, register_packed_attention
 from pipeline.target.open import Target, open_target
+from tests.features.conftest import finish_synth
 from tests.lying_server import LyingServer, reply
 from tests.target.families import save_family
 
@@ -242,3 +245,22 @@ def test_settings_that_exclude_each_other(make_config: Callable[..., RunConfig])
     assert make().section_hash("features") != make(backend="vllm").section_hash("features")
     served = make(backend="vllm", engine={"concurrency": 3})
     assert served.section_hash("features") == make(backend="vllm").section_hash("features")
+
+
+def test_a_plan_prints_the_server(tmp_path: Path, make_config: Callable[..., RunConfig]) -> None:
+    """In vLLM's numbers: one more than ours, and the last layer."""
+    config = make_config(
+        tmp_path,
+        backend="vllm",
+        engine={"directory": "/dev/shm/x"},
+        target={"capture_layers": [0, 2]},
+    )
+    finish_synth(config)
+    (line,) = (line for line in plan(config).basis if line.startswith("server: "))
+    words = shlex.split(line.removeprefix("server: "))
+    assert words[:3] == ["vllm", "serve", config.target.source]
+    speculative = json.loads(words[words.index("--speculative-config") + 1])
+    layers = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert layers == asked_layers(open_target(config.target)) == [1, 3, 8]
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"] == {"directory": "/dev/shm/x"}
