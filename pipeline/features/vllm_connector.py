@@ -128,7 +128,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             return False, {ASKED: None, "problem": "the name is not 32 hex digits"}
         ids = list(request.prompt_token_ids or ())
-        if len(block_ids) * self._block < len(ids):  # a window, whose blocks were layers back
+        if len(block_ids) * self._block < len(ids):  # a window, whose blocks were freed
             return False, {ASKED: None, "problem": "the states of its first tokens are gone"}
         self._ended[request.request_id] = StatesRequest(name, ids, list(block_ids))
         return True, {ASKED: name, "tokens": len(ids)}
