@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.cli import main
 from tests.conftest import QUESTIONS
 
 
@@ -71,6 +73,32 @@ def config_file(target: Path, folder: Path, uri: str = "run", **sections: dict[s
     file = folder / f"{uri}.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
+
+
+@pytest.fixture(scope="session")
+def trained(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with run.yaml, a run that is trained, and `other`, another head for its target."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = config_file(tiny_target, folder)
+    short = ["train.epochs=1", "eval.hf_prompts=0"]
+    for stage in ("synth", "features", "train"):
+        assert main([stage, "-c", str(config), *short]) == 0
+    uri, other = folder / "run", folder / "other"
+    shutil.copytree(uri, other)
+    shutil.rmtree(other / "train")
+    more = ["train.epochs=2", "train.learning_rate=0.01"]
+    assert main(["train", "-c", str(config), *more, f"run.uri={other}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    text = (copy / "run.yaml").read_text().replace(f"{trained}/run", f"{copy}/run")
+    (copy / "run.yaml").write_text(text)
+    return copy
 
 
 def _record(index: int, category: str, question: str) -> str:

@@ -6,7 +6,6 @@ has ended.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from pipeline.cli import main
 from pipeline.heads.registry import open_head
 from pipeline.store.manifest import read_report
 from pipeline.store.verify import verify_run
-from tests.end_to_end.conftest import config_file
 from tests.gcs_server import GcsServer
 from tests.scenes import play
 
@@ -87,32 +85,6 @@ for kind, (command, *options) in kinds.items():
     go_on(first)
     end(first)
 """
-
-
-@pytest.fixture(scope="module")
-def trained(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with run.yaml, a run that is trained, and `other`, another head for its target."""
-    folder = tmp_path_factory.mktemp("trained")
-    config = config_file(tiny_target, folder)
-    short = ["train.epochs=1", "eval.hf_prompts=0"]
-    for stage in ("synth", "features", "train"):
-        assert main([stage, "-c", str(config), *short]) == 0
-    uri, other = folder / "run", folder / "other"
-    shutil.copytree(uri, other)
-    shutil.rmtree(other / "train")
-    more = ["train.epochs=2", "train.learning_rate=0.01"]
-    assert main(["train", "-c", str(config), *more, f"run.uri={other}"]) == 0
-    return folder
-
-
-@pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    copy = tmp_path / "copy"
-    shutil.copytree(trained, copy)
-    text = (copy / "run.yaml").read_text().replace(f"{trained}/run", f"{copy}/run")
-    (copy / "run.yaml").write_text(text)
-    return copy
 
 
 def test_of_two_evaluations_one_measures_and_the_other_waits(folder: Path) -> None:
