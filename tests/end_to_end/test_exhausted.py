@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,19 +21,19 @@ MEMORY = """
 import shutil
 for name in ("synth", "features", "eval"):
     shutil.rmtree(run / name, ignore_errors=True)
-    for room in (0, 1, 4, 8, 24, 48):
+    for room in (1, 4, 16, 48):
         end(stage(f"{name} {room}", name, room=room << 20))
     end(stage(f"{name} again", name))
 """
 
 
 def test_memory_that_runs_out_as_a_stage_starts_is_tried_again(folder: Path, trained: Path) -> None:
-    codes, said = play(MEMORY, folder)
+    codes, said = play(MEMORY, folder, timeout=400)
     assert "Traceback" not in "".join(said.values())
     for name, code in codes.items():
         last = said[name].splitlines()[-1]
-        if name.endswith(("again", " 0")):
-            assert code == (75 if name.endswith(" 0") else 0), said[name]
+        if name.endswith(("again", " 1")):
+            assert code == (75 if name.endswith(" 1") else 0), said[name]
         # Rounds of eval are not made smaller unasked: docs/fleet.md.
         assert code in (0, 75) or (code == 2 and "eval.tree: out of memory" in last), said[name]
         assert code == 0 or "out of memory" in last, said[name]
@@ -63,8 +64,8 @@ def test_a_full_disk_is_named_and_what_follows_is_the_same(
             filler.unlink()
             if code:
                 assert code == 2 and len(errors) == 1, errors
-                assert "No space left" in errors[0] or "no space left" in errors[0], errors
-                assert "fix: free some space" in errors[0]
+                assert re.search("[Nn]o space left|are free", errors[0]), errors
+                assert "(fix: free some space" in errors[0]
                 assert find_manifest(str(uri), stage) is None
                 full += 1
         assert main([stage, *words]) == 0
