@@ -96,7 +96,7 @@ fingerprint: $(READY) ## SHA-256 of all that a run makes, times left out; ARGS='
 gpu-check: ## Correctness of the decoder on this GPU, in minutes; ARGS='--part 1/3 --save'
 	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)
 
-fuzz: $(READY) ## Mutated configurations, prompts, targets and bodies; ARGS='--seconds 600 --seed 7'
+fuzz: $(READY) ## Mutated configurations, prompts, targets, runs, replies and bodies; ARGS='--seconds 600 --seed 7'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
 
 clean: ## Remove caches and build leftovers; keeps .venv and runs

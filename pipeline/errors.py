@@ -223,6 +223,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def memory_cause(error: BaseException) -> BaseException | None:
+    """The failed allocation that `error` is or was raised for: libraries that are asked whether a
+    file is right raise it as well, and it says nothing of the file."""
+    if isinstance(error, OutOfMemory | TooLargeForMemory):
+        return None
+    if is_out_of_memory(error):
+        return error
+    cause = error.__cause__ or error.__context__
+    return memory_cause(cause) if isinstance(error, Eagle3Error) and cause else None
+
+
 def out_of_memory(error: BaseException, *, where: str) -> OutOfMemory:
     """The error of a failed allocation outside of what can be made smaller."""
     fix = (

@@ -29,7 +29,7 @@ from pipeline.errors import (
     Eagle3Error,
     MissingPackage,
     WorkersDied,
-    is_out_of_memory,
+    memory_cause,
     out_of_memory,
 )
 from pipeline.records import Manifest, Stage
@@ -65,9 +65,9 @@ def run(config: RunConfig, stage: Stage) -> Manifest:
             module = importlib.import_module(f"pipeline.{ROOMS[stage]}.stage")
             manifest: Manifest = module.run(config)
         except Exception as error:
-            if isinstance(error, Eagle3Error) or not is_out_of_memory(error):
+            if (cause := memory_cause(error)) is None:
                 raise
-            raise out_of_memory(error, where=stage) from error
+            raise out_of_memory(cause, where=stage) from error
     return manifest
 
 

@@ -46,7 +46,7 @@ from pipeline.console import (
     output,
     readable_bytes,
 )
-from pipeline.errors import ConfigError, Eagle3Error, is_out_of_memory, out_of_memory
+from pipeline.errors import ConfigError, Eagle3Error, is_out_of_memory, memory_cause, out_of_memory
 from pipeline.planning.decode import DecodePlan, MachineRates, parse_acceptance, plan_on_paper
 from pipeline.records import STAGES, Plan, Stage, ZeroMemory
 from pipeline.reports import report_schema
@@ -83,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run(config, stage)
             return 0
     except Eagle3Error as error:
-        return fail(str(error), error.exit_code, stage=_stage(arguments))
+        cause = memory_cause(error)
+        said = out_of_memory(cause, where=f"eagle3 {_stage(arguments)}") if cause else error
+        return fail(str(said), said.exit_code, stage=_stage(arguments))
     except KeyboardInterrupt:
         fix = "run the same command again; it continues after the last committed work"
         return fail(f"interrupted (fix: {fix})", INTERRUPTED, stage=_stage(arguments))

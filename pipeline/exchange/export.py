@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +18,7 @@ from pipeline.exchange.model_card import MODEL_CARD, model_card
 from pipeline.heads.algorithm import Export
 from pipeline.heads.checkpoint import CARD, published
 from pipeline.heads.registry import algorithm_of, open_head
+from pipeline.store.backend import explain_os_error
 from pipeline.store.location import Location
 from pipeline.store.manifest import read_report
 from pipeline.target.open import open_contracted_target
@@ -64,7 +69,10 @@ def export_head(
             format, lambda: open_contracted_target(card.contract, target, where=where), verifier
         )
         chosen.checkpoint.export(folder, head, published(card), request)
-        (folder / MODEL_CARD).write_text(described, encoding="utf-8")
+        try:
+            (folder / MODEL_CARD).write_text(described, encoding="utf-8")
+        except OSError as error:
+            raise explain_os_error(error, out, writing=True) from error
     notice("export", f"{format}: {out}")
 
 
@@ -72,32 +80,33 @@ def export_head(
 def _output_file(out: str) -> Iterator[Path]:
     """A directory whose GGUF file becomes `out`. Raises StoreError where something is there."""
     folder, slash, name = out.rpartition("/")
-    location = Location(folder + slash or ".")
+    location, fix = Location(folder + slash or "."), "choose another name, or delete this one first"
+    taken = StoreError("exists already", where=f"--out {out}", fix=fix)
     if name in (*location.names(), *location.subdirectories()):
-        fix = "choose another name, or delete this one first"
-        raise StoreError("exists already", where=f"--out {out}", fix=fix)
+        raise taken
     with tempfile.TemporaryDirectory(prefix="eagle3-") as temporary:
         yield Path(temporary)
         (file,) = Path(temporary).glob(f"*{_GGUF}")
-        location.put_file(name, file)
+        if not location.create_from(name, file):
+            raise taken
 
 
 @contextmanager
 def output_directory(out: str) -> Iterator[Path]:
-    """A local directory to write a head to.
+    """A local directory to write a head to, which becomes `out` when the block ends without an
+    error; of two writers at once one succeeds.
 
-    A remote `out` receives its files when the block ends without an error.
     Raises StoreError when `out` holds anything: it may be the head itself, or somebody's home.
     """
-    location = Location(out)
+    location, fix = Location(out), "choose another directory, or delete this one first"
+    taken = StoreError("is not empty", where=f"--out {out}", fix=fix)
     if location.is_local and location.local_path(".").is_file():
         raise StoreError("is a file", where=f"--out {out}", fix="choose another directory")
     if location.names() or location.subdirectories():
-        fix = "choose another directory, or delete this one first"
-        raise StoreError("is not empty", where=f"--out {out}", fix=fix)
+        raise taken
     if location.is_local:
-        # Absolute: a head is first written beside its directory, and `.` has no name to add to.
-        yield location.local_path(".").absolute()
+        with _beside(location.local_path(".").absolute(), taken) as folder:
+            yield folder
         return
     with tempfile.TemporaryDirectory(prefix="eagle3-") as temporary:
         folder = Path(temporary) / "head"
@@ -105,4 +114,21 @@ def output_directory(out: str) -> Iterator[Path]:
         # The card is what makes a directory a head of ours, so it goes last.
         names = sorted(file.name for file in folder.iterdir() if file.name != CARD)
         for name in (*names, CARD):
-            location.put_file(name, folder / name)
+            if not location.create_from(name, folder / name):
+                raise taken  # what is there stays: files that were the same may be the other's
+
+
+@contextmanager
+def _beside(final: Path, taken: StoreError) -> Iterator[Path]:
+    """A directory that is renamed to `final`. Raises StoreError, `taken` where that holds files."""
+    folder = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        yield folder
+        try:
+            os.rename(folder, final)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise taken from None
+            raise explain_os_error(error, str(final), writing=True) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

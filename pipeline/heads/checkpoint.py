@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from pipeline import documents
@@ -131,28 +132,34 @@ def read_card(path: Path) -> HeadCard:
 def write_files(
     directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], card: HeadCard
 ) -> None:
-    """Write a head directory atomically, weights in bfloat16; an existing one is replaced."""
-    partial = directory.with_name(f".{directory.name}.partial")
+    """Write a new head directory atomically, weights in bfloat16. Raises StoreError."""
+    partial = directory.with_name(f".{directory.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        partial.mkdir(parents=True)
+        for name, data in encode_files(config, tensors, card).items():
+            (partial / name).write_bytes(data)
+        os.rename(partial, directory)
+    except OSError as error:
+        problem = f"cannot write the head: {error.strerror}"
+        fix = "free some space or choose a writable directory"
+        raise StoreError(problem, where=str(directory), fix=fix) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def encode_files(
+    config: dict[str, Any], tensors: Mapping[str, Tensor], card: HeadCard
+) -> dict[str, bytes]:
+    """The files of a head directory by name, weights in bfloat16."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         one = _stored(tensor)
         # safetensors refuses names that share memory, as embedding and lm_head of tied targets do.
         is_shared = any(one.data_ptr() == each.data_ptr() for each in stored.values())
         stored[name] = one.clone() if is_shared else one
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file(stored, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        (partial / CARD).write_text(json.dumps(card_fields(card), indent=2) + "\n")
-        shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # safetensors makes it the user's own
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.rename(partial, directory)
-    except OSError as error:
-        problem = f"cannot write the head: {error.strerror}"
-        fix = "free some space or choose a writable directory"
-        raise StoreError(problem, where=str(directory), fix=fix) from error
+    texts = {CONFIG: config, CARD: card_fields(card)}
+    files = {name: f"{json.dumps(fields, indent=2)}\n".encode() for name, fields in texts.items()}
+    return {**files, WEIGHTS: save(stored, metadata={"format": "pt"})}
 
 
 def card_fields(card: HeadCard) -> dict[str, Any]:

@@ -140,11 +140,19 @@ def load_head(
 
 
 def save_head(directory: Path, head: DraftingHead, card: HeadCard) -> None:
-    """Write a head of any algorithm atomically, in bfloat16; an existing one is replaced."""
+    """Write a new directory of a head of any algorithm atomically, in bfloat16."""
     from pipeline.heads.checkpoint import write_files
 
     config = algorithm_of(head).checkpoint.head_config(head.shape, card.contract)
     write_files(directory, config, head.state_dict(), card)
+
+
+def encode_head(head: DraftingHead, card: HeadCard) -> dict[str, bytes]:
+    """The files that `save_head` writes, by name."""
+    from pipeline.heads.checkpoint import encode_files
+
+    config = algorithm_of(head).checkpoint.head_config(head.shape, card.contract)
+    return encode_files(config, head.state_dict(), card)
 
 
 def read_foreign(directory: Path) -> ForeignHead:

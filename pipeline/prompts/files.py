@@ -8,7 +8,7 @@ holds only what was written, so records of JSONL files are left as they are.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, BinaryIO
@@ -29,6 +29,10 @@ LONGEST_LINE = 16 << 20
 _ROWS = 4096
 #: Bytes of records that are made of a table at one time.
 _MOST_AT_ONCE = 128 << 20
+#: Values of the lists in a row group.
+_MOST_VALUES = 16 << 20
+#: Bytes of a value as Python has it, and of the shortest one in a line of JSON.
+_OBJECT, _SHORTEST = 64, 3
 #: How many times smaller texts get when they are packed; those of people seldom ten times.
 _MOST_PACKED = 200
 #: Of files that Windows and its programs save as UTF-8 and as UTF-16.
@@ -135,26 +139,33 @@ def _refuse_repeated_names(fields: Any, source: str, above: str = "") -> None:
 
 
 def _refuse_bombs(metadata: Any, source: str) -> None:
-    """Raises DataError for a column of which a page may fill the memory once it is unpacked."""
+    """Raises DataError for a column that may fill the memory once it is unpacked: pages that were
+    packed, and values of lists, of which a run of equal ones takes a few bytes."""
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
             size, packed = column.total_uncompressed_size, max(1, column.total_compressed_size)
+            where, problem = f"{source}: {column.path_in_schema}", ""
             if size > _MOST_AT_ONCE and size > _MOST_PACKED * packed:
                 problem = f"unpacks to {size // packed:,} times its size"
-                fix = "write the file again, with pages of a few megabytes"
-                raise DataError(problem, where=f"{source}: {column.path_in_schema}", fix=fix)
+            if column.num_values - group.num_rows > max(_MOST_VALUES, 8 * packed):
+                problem = f"holds {column.num_values:,} values in {packed:,} bytes"
+            if problem:
+                fix = "write the file again, with smaller row groups and pages of a few megabytes"
+                raise DataError(problem, where=where, fix=fix)
 
 
 def _rows(batch: Any) -> Iterator[Any]:
     """The records. In the place of one that cannot be is its error, or its size where it is too
     large: repetitions of a text take no room in a file, and all of their length here."""
-    if sum(map(_text_bytes, batch.columns)) <= _MOST_AT_ONCE:
+    size, values = _measured(batch.columns)
+    if size + _OBJECT * values <= _MOST_AT_ONCE:
         with suppress(UnicodeDecodeError):
             yield from [plain(record) for record in batch.to_pylist()]
             return
     for index in range(batch.num_rows):
         row = batch.slice(index, 1)
-        size = sum(map(_text_bytes, row.columns))
+        size, values = _measured(row.columns)
+        size += _SHORTEST * values
         try:
             yield _RowSize(size) if size > LONGEST_LINE else plain(row.to_pylist()[0])
         except UnicodeDecodeError as error:
@@ -165,20 +176,30 @@ class _RowSize(int):
     """Bytes of a row that is not read."""
 
 
-def _text_bytes(array: Any) -> int:
-    """Bytes of an array whose texts are each counted as often as they occur."""
+def _measured(arrays: Iterable[Any]) -> tuple[int, int]:
+    """Bytes of texts and numbers, each counted as often as it occurs, and how many values and lists
+    there are."""
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.compute as compute  # type: ignore[import-untyped]
 
-    kind = array.type
-    if pyarrow.types.is_dictionary(kind):
-        array = compute.binary_length(array.dictionary).take(array.indices)
-        return compute.sum(array).as_py() or 0
-    if pyarrow.types.is_struct(kind):
-        return sum(map(_text_bytes, array.flatten()))
-    if hasattr(kind, "value_field"):
-        return _text_bytes(array.flatten())
-    return int(array.nbytes)
+    size = values = 0
+    for array in arrays:
+        kind = array.type
+        if pyarrow.types.is_dictionary(kind):
+            array = compute.binary_length(array.dictionary).take(array.indices)
+            more, inner = compute.sum(array).as_py() or 0, 0
+        elif pyarrow.types.is_struct(kind):
+            more, inner = _measured(array.flatten())
+        elif pyarrow.types.is_map(kind):
+            first, last = (array.offsets[at].as_py() for at in (0, -1))
+            parts = (each.slice(first, last - first) for each in (array.keys, array.items))
+            more, inner = _measured(parts)
+        elif hasattr(kind, "value_field"):
+            more, inner = _measured([array.flatten()])
+        else:
+            more, inner = int(array.nbytes), 0
+        size, values = size + more, values + inner + len(array)
+    return size, values
 
 
 @contextmanager

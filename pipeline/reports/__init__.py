@@ -67,6 +67,8 @@ __all__ = [
 REPORT = "report.json"
 PAGE, MARKDOWN = "report.html", "report.md"
 SERVERS = "servers"
+#: What a failed check of losslessness leaves, which is no report of the stage.
+EVIDENCE = "not-lossless.json", "not-lossless.html"
 
 Verdict = Literal["better", "worse", "no difference seen"]
 
@@ -463,6 +465,8 @@ class EvalReport(Record):
     """A copy of the head's own (docs/head-format.md): manifests, licences, sources, rejections."""
     settings: ReportSettings
     """How it was measured."""
+    work: str = ""
+    """Hash of the configuration and the head's manifest that it was made for; "" in older ones."""
     prompts: tuple[PromptResult, ...]
     """Every request."""
 

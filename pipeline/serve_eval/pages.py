@@ -41,9 +41,12 @@ class LoadRow(NamedTuple):
 
 def write_pages(location: Location, report: EvalReport, run_uri: str) -> None:
     """Write both pages of the stage's report, with all servers that were evaluated so far."""
-    shown = report.model_copy(update={"servers": read_results(run_uri)})
-    location.write(PAGE, sealed_page(write_html(shown)))
-    location.write(MARKDOWN, sealed_page(write_markdown(shown)))
+    results = None
+    # Whoever writes last looks again: a result may have come while the page was made.
+    while results != (results := read_results(run_uri)):
+        shown = report.model_copy(update={"servers": results})
+        location.write(PAGE, sealed_page(write_html(shown)))
+        location.write(MARKDOWN, sealed_page(write_markdown(shown)))
 
 
 def renew_pages(config: RunConfig) -> None:

@@ -9,12 +9,12 @@ import torch
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice
-from pipeline.errors import ConfigError, NotLossless, memory_explained
+from pipeline.errors import ConfigError, NotLossless, StageConflict, TakenOver, memory_explained
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import WEIGHTS, HeadCard
 from pipeline.heads.registry import open_head
-from pipeline.records import Manifest, Prompt
-from pipeline.reports import PAGE, REPORT, EvalReport
+from pipeline.records import Manifest, Prompt, sealed_json, sealed_page
+from pipeline.reports import EVIDENCE, PAGE, REPORT, EvalReport
 from pipeline.serve_eval.compare import check_prompts
 from pipeline.serve_eval.load import filled_length, measure_load
 from pipeline.serve_eval.measure import Comparison, Measured, check_with_transformers
@@ -41,9 +41,7 @@ from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 from pipeline.tuning.verification import runners_up
 
-#: The evidence of a failed check, which is no report of the stage.
-NOT_LOSSLESS = "not-lossless"
-_EVIDENCE = (f"{NOT_LOSSLESS}.json", f"{NOT_LOSSLESS}.html")
+_CLAIM = "evaluation"
 #: Requests of each temperature of the load whose draws are compared in fp32.
 _SAMPLED = 16
 
@@ -56,13 +54,28 @@ def run(config: RunConfig) -> Manifest:
     prepare_process(config.run)
     drafts = config.eval.drafter.needs_head
     parent = read_manifest(config.run.uri, "train") if drafts and not config.eval.head else None
-    stage_run = open_stage(config, "eval", parent, clock=clock_of(config, "synth"))
-    location = stage_run.location
-    if stage_run.manifest:
-        restore_pages(config)
-        tau = read_report(config.run.uri).acceptance_length
-        notice("eval", f"complete: {tau:.2f} tokens a round; report at {location.where(PAGE)}")
-        return stage_run.manifest
+    opened = partial(open_stage, config, "eval", parent, clock=clock_of(config, "synth"))
+    stage_run = opened()
+    if stage_run.manifest is None:
+        try:
+            stage_run.claim(_CLAIM, config.run.claim_seconds)
+            if not stage_run.is_finished():
+                return _evaluate(config, parent, stage_run)
+        except TakenOver as error:
+            stage_run.outlast(error)
+        finally:
+            stage_run.release()
+        stage_run = opened()
+    assert stage_run.manifest is not None, "another process has finished it"
+    restore_pages(config)
+    tau, where = read_report(config.run.uri).acceptance_length, stage_run.location.where(PAGE)
+    notice("eval", f"complete: {tau:.2f} tokens a round; report at {where}")
+    return stage_run.manifest
+
+
+def _evaluate(config: RunConfig, parent: Manifest | None, stage_run: StageRun) -> Manifest:
+    """Measure and report as the only attempt. Raises TakenOver where it no longer is."""
+    location, drafts = stage_run.location, config.eval.drafter.needs_head
     where, expected = manifest_where(config.run.uri, "train"), parent.contract if parent else None
     target = open_target(config.target, expected=expected, where=where, decoded=True)
     head = (
@@ -77,9 +90,9 @@ def run(config: RunConfig) -> Manifest:
         with memory_explained("eval"):
             measured, left_out = evaluation.own.measure(evaluation.prompts, evaluation.hf)
             report = evaluation.report(measured, left_out)
+        report = report.model_copy(update={"work": stage_run.work})
     if not report.is_lossless:
         raise _not_lossless(stage_run, report)
-    # Created exclusively: of two processes that measured, the first one's report is the run's.
     stage_run.require_own()
     data = location.create(REPORT, _as_json(report))
     report = _parse(stage_run, data)
@@ -95,7 +108,7 @@ def run(config: RunConfig) -> Manifest:
             "speedup": report.speedup,
             "report_sha256": hashlib.sha256(data).hexdigest(),
         },
-        files=(REPORT, *(name for name in _EVIDENCE if location.exists(name))),
+        files=(REPORT,),
     )
 
 
@@ -208,8 +221,13 @@ def _counts(report: EvalReport, key: str) -> dict[str, int]:
 
 
 def _parse(stage_run: StageRun, data: bytes) -> EvalReport:
+    """Raises StageConflict for one of work that `--force` has discarded, whose process went on."""
     where = stage_run.location.where(REPORT)
-    return EvalReport.parse(data, where=where, fix="run `eagle3 eval --force`")
+    report = EvalReport.parse(data, where=where, fix="run `eagle3 eval --force`")
+    if report.work not in ("", stage_run.work):
+        problem, fix = "is of other work", "delete it and run the same command again"
+        raise StageConflict(problem, where=where, fix=fix)
+    return report
 
 
 def _as_json(report: EvalReport) -> bytes:
@@ -218,8 +236,10 @@ def _as_json(report: EvalReport) -> bytes:
 
 def _not_lossless(stage_run: StageRun, report: EvalReport) -> NotLossless:
     """The error, once its evidence is stored."""
-    stage_run.location.write(f"{NOT_LOSSLESS}.json", _as_json(report))
-    stage_run.location.write(f"{NOT_LOSSLESS}.html", write_html(report).encode())
+    # Sealed, since no manifest names them: another attempt may have finished meanwhile.
+    numbers, page = EVIDENCE
+    stage_run.location.write(numbers, sealed_json(report.model_dump(mode="json")))
+    stage_run.location.write(page, sealed_page(write_html(report)))
     print_table(report)
     different, reference = report.lossless.different, report.lossless.transformers
     problem = "sampled replies differ in fp32 with and without the drafter"
@@ -235,5 +255,5 @@ def _not_lossless(stage_run: StageRun, report: EvalReport) -> NotLossless:
             f"{reference.logits_difference:.1%}, first in {reference.different[0]}"
         )
     fix = "do not ship this build of the decoder; report the prompt, the head and the target"
-    where = stage_run.location.where(f"{NOT_LOSSLESS}.html")
+    where = stage_run.location.where(page)
     return NotLossless(problem, where=where, fix=fix)

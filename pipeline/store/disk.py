@@ -90,6 +90,11 @@ class Disk:
             replace_file(copy, fill, private=self._private)
         return _info(copy)
 
+    def create_from(self, name: str, path: str | os.PathLike[str]) -> bool:
+        with open(path, "rb") as source:
+            fill = partial(shutil.copyfileobj, source, length=BLOCK)
+            return create_file(self._path(name), fill, private=self._private)
+
     def delete(self, name: str) -> None:
         (self._directory / name).unlink()
 

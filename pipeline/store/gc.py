@@ -38,7 +38,7 @@ _STEP, _BEST = (
     re.compile(r"step-\d+-[0-9a-f]{16}"),
     re.compile(r"best-\d+-[0-9a-f]{16}\.safetensors"),
 )
-_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
+TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
 class Orphan(NamedTuple):
@@ -97,7 +97,7 @@ def _temporaries(folder: Location, now: _Clock) -> Iterator[Orphan]:
     if not folder.is_local:
         return
     for name, info in folder.temporaries().items():
-        if _TEMPORARY.fullmatch(name):
+        if TEMPORARY.fullmatch(name):
             yield _orphan(folder, name, info, "unfinished temporary file", now)
     for name in folder.subdirectories():
         yield from _temporaries(folder.child(name), now)

@@ -162,6 +162,18 @@ class Location:
         """As `write`, with a local file's bytes, without holding them in memory."""
         return self._attempt(lambda: self._backend.put_file(name, local_path), name, writing=True)
 
+    def create_from(self, name: str, local_path: str | os.PathLike[str]) -> bool:
+        """Write `name` with a local file's bytes unless something is there.
+
+        Returns whether those bytes are there afterwards: False for another writer's.
+        """
+        create = self._backend.create_from
+        while not self._attempt(lambda: create(name, local_path), name, writing=True):
+            if (info := self.info_if_there(name)) is not None:  # else deleted meanwhile
+                own = Path(local_path)
+                return info.size == own.stat().st_size and self.sha256(name) == _sha256_of(own)
+        return True
+
     def delete(self, name: str) -> None:
         """Remove the file `name`; absent is fine."""
         with self._explained(name, writing=True), suppress(FileNotFoundError):
@@ -228,6 +240,11 @@ class Location:
             if self.is_local:
                 raise
             raise explain_remote_error(error, self.where(name)) from error
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

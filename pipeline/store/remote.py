@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,13 +107,26 @@ class Remote:
             problem = f"{protocol}:// cannot refuse to overwrite what another writer has committed"
             fix = f"use a local directory or one of {', '.join(sorted(_EXCLUSIVE))}"
             raise StoreError(problem, where=f"{self._uri}/{name}", fix=fix)
+        return self._create(
+            partial(self._fs.pipe_file, self._key(name), data, mode="create"),
+            lambda: self._arrived(name, len(data), lambda: (data,)),
+        )
+
+    def create_from(self, name: str, path: str | os.PathLike[str]) -> bool:
+        """Stores outside _EXCLUSIVE look whether there is a file, and create it later."""
+        return self._create(
+            partial(self._fs.put_file, os.fspath(path), self._key(name), mode="create"),
+            lambda: self._arrived(name, os.path.getsize(path), lambda: _blocks_of(path)),
+        )
+
+    def _create(self, upload: Callable[[], object], check: Callable[[], object]) -> bool:
         try:
-            self._upload(lambda: self._fs.pipe_file(self._key(name), data, mode="create"))
+            self._upload(upload)
         except Exception as error:
             if _is_taken(error):
                 return False
             raise
-        self._arrived(name, len(data), lambda: (data,))
+        check()
         return True
 
     def put_file(self, name: str, path: str | os.PathLike[str]) -> FileInfo:

@@ -16,10 +16,10 @@ nothing else. A claim's age is the difference of two times of the store, so two 
 never compared; a claim of a process on this machine is also abandoned when that process has ended,
 and any that has not changed for so long while this process watched, whatever its date.
 
-Training is one piece of work, claimed as a whole: another attempt waits. One that was silent for so
-long that another has taken over (it was stopped, or its node was cut off) writes nothing more. Nor
-does any process into a stage that `--force` has discarded and begun anew; `--force` itself is
-refused while a claim is alive.
+Training and evaluation are one piece of work each, claimed as a whole: another attempt waits. One
+that was silent for so long that another has taken over (it was stopped, or its node was cut off)
+writes nothing more. Nor does any process into a stage that `--force` has discarded and begun anew;
+`--force` itself is refused while a claim is alive.
 
     names     a b c d e f g h …      all start at the front; a process that meets another's claim
     process 1 ▐a▌▐b▌▐e▌              continues at a random place, so that processes seldom meet
@@ -64,6 +64,7 @@ from pipeline.records import (
     StoredFile,
     TargetContract,
     canonical_json,
+    digest,
     sealed_json,
 )
 from pipeline.store.location import Location
@@ -157,6 +158,8 @@ class StageRun:
         #: The time that chat templates render: when the stage was begun, for all its processes.
         #: None where the stage has none.
         self.clock = inputs.clock
+        #: Hash of what shapes the output.
+        self.work = digest([inputs.config_hash, inputs.parent_hash])
         self._seconds = 0.0
         self._counted_until = time.monotonic()
         self._lock = threading.Lock()
@@ -180,6 +183,13 @@ class StageRun:
             lambda: notice(self.stage, f"waiting for another process at {self.location.uri}"),
         )
 
+    def outlast(self, error: TakenOver) -> None:
+        """Wait until the attempt that took over has finished; raises `error` where it has ended."""
+        notice(self.stage, error.problem)
+        self.wait_for_claim()
+        if not self.is_finished():
+            raise error
+
     def release(self) -> None:
         """Give up what was claimed; without a claim nothing happens."""
         if self._claims is not None:
@@ -191,16 +201,16 @@ class StageRun:
         return self.location.exists(MANIFEST)
 
     def require_own(self) -> None:
-        """Raises TakenOver where another process has the claim, StageConflict where the stage is
-        no longer the one that was begun: what this process has made is not to be written."""
-        if self._claims is not None and not self._claims.holds(self._claimed):
-            problem = "was silent for too long, and another process has taken its work over"
-            fix = "let that one go on; if it has ended as well, run the same command again"
-            raise TakenOver(problem, where=self.location.uri, fix=fix)
+        """Raises StageConflict where the stage is no longer the one that was begun, TakenOver where
+        another process has the claim: what this process has made is not to be written."""
         if self._begun is not None and read_begin(self.location) != self._begun:
             problem = "has been begun anew by another process, with --force"
             fix = "let that one go on, or choose another run.uri=…"
             raise StageConflict(problem, where=self.location.uri, fix=fix)
+        if self._claims is not None and not self._claims.holds(self._claimed):
+            problem = "was silent for too long, and another process has taken its work over"
+            fix = "let that one go on; if it has ended as well, run the same command again"
+            raise TakenOver(problem, where=self.location.uri, fix=fix)
 
     def compute_with(
         self, arithmetic: Arithmetic, *, why: str = "", earlier: Iterable[Arithmetic] = ()

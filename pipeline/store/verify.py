@@ -36,6 +36,7 @@ from pipeline.records import (
     SEALED_SCHEMA,
     STAGES,
     Manifest,
+    Record,
     Shard,
     Stage,
     StoredFile,
@@ -44,8 +45,8 @@ from pipeline.records import (
     match_contracts,
     take_checksum,
 )
-from pipeline.reports import MARKDOWN, PAGE, SERVERS, ServerResult
-from pipeline.store.gc import find_orphans
+from pipeline.reports import EVIDENCE, MARKDOWN, PAGE, SERVERS, EvalReport, ServerResult
+from pipeline.store.gc import TEMPORARY, find_orphans
 from pipeline.store.location import Location
 from pipeline.store.manifest import BEGIN, MANIFEST, check_vouched, find_manifest, stage_location
 from pipeline.store.samples import (
@@ -222,9 +223,10 @@ def _verify_files(check: _StageCheck, orphans: Collection[str], bar: ProgressBar
 
 
 def _paths(check: _StageCheck, above: str = "") -> Iterator[str]:
-    """Of all files of a stage, temporary ones left out; what is no file is a problem."""
+    """Of all files of a stage, those of writers left out; what is no file is a problem."""
     location = check.location.child(above.rstrip("/")) if above else check.location
-    yield from (f"{above}{name}" for name in location.names())
+    forged = (name for name in location.temporaries() if not TEMPORARY.fullmatch(name))
+    yield from (f"{above}{name}" for name in (*location.names(), *forged))
     if above.split("/")[0] not in UNCOVERED:  # such as links of Weights & Biases to its logs
         for name, problem in location.others().items():
             fix = "delete it, or put the file itself there"
@@ -247,9 +249,13 @@ def _verify_sealed(check: _StageCheck, present: Collection[str]) -> set[str]:
     if check.stage != "eval":
         return set()
     location = check.location
+    named = check.manifest.files if check.manifest else {}
     results = {path for path in present if re.fullmatch(rf"{SERVERS}/[^/]+\.json", path)}
+    # Evidence of a failed check is written whenever one fails; earlier versions named it.
+    evidence = {path for path in EVIDENCE if path in present and path not in named}
     pages = {path for path in (PAGE, MARKDOWN) if check.manifest or path in present}
-    for path in sorted(results | pages):
+    pages |= {path for path in evidence if path.endswith(".html")}
+    for path in sorted(results | evidence | pages):
         where, check.files = location.where(path), check.files + 1
         with check.collecting():
             data = location.read(path) if path in present else b""
@@ -257,14 +263,15 @@ def _verify_sealed(check: _StageCheck, present: Collection[str]) -> set[str]:
                 problem = "is not the page that was written" if data else "the file is missing"
                 fix = "run `eagle3 eval` again; it writes the page anew"
                 raise CorruptShard(problem, where=where, fix=fix)
-            if path in results:
-                fix = "restore the file, or delete it and evaluate the server again"
+            if path not in pages:
+                fix = "restore the file, or delete it and evaluate again"
                 fields = json_object(data, where=where, fix=fix)
                 sealed = take_checksum(fields, data, where=where, fix=fix)
-                ServerResult.from_fields(fields, where=where, fix=fix)
+                kind: type[Record] = ServerResult if path in results else EvalReport
+                kind.from_fields(fields, where=where, fix=fix)
                 if not sealed:
                     check.uncovered.append(f"{where}: of an earlier version, without a checksum")
-    return results | pages
+    return results | evidence | pages
 
 
 def _verify_begun(check: _StageCheck, read_files: Callable[[Location], BegunFiles]) -> None:

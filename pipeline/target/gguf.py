@@ -250,6 +250,11 @@ class GgufMetadata:
             if not name.startswith(general):
                 self.refuse(f"the key {name} is not of its architecture {self.architecture}")
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        end, before = 0, ""
+        for tensor in sorted(reader.tensors, key=lambda tensor: int(tensor.data_offset)):
+            if tensor.data_offset < end:
+                self.refuse(f"the tensors {before} and {tensor.name} overlap")
+            end, before = int(tensor.data_offset) + int(tensor.n_bytes), tensor.name
 
     def refuse(self, problem: str) -> NoReturn:
         raise TargetError(problem, where=self.where, fix=_FIX)

@@ -25,14 +25,14 @@ from pipeline.errors import StageConflict, TakenOver, memory_explained
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard, without_places
 from pipeline.heads.init import DraftVocabulary
-from pipeline.heads.registry import empty_head, save_head
+from pipeline.heads.registry import empty_head, encode_head
 from pipeline.records import Manifest
 from pipeline.store.manifest import find_manifest, manifest_where, read_manifest
 from pipeline.store.shards import read_shard
 from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import pick_device
 from pipeline.target.open import Target, open_target
-from pipeline.train.checkpoints import stored_checkpoints, workspace
+from pipeline.train.checkpoints import stored_checkpoints
 from pipeline.train.group import broadcast_from_rank0, join_group, rank0_first, rank0_only
 from pipeline.train.loop import TrainingLoop, set_up
 from pipeline.train.metrics import METRICS, VOLATILE
@@ -72,21 +72,13 @@ def run(config: RunConfig) -> Manifest:
             if not broadcast_from_rank0(stage_run.is_finished):
                 return _train(config, parent, stage_run, device)
         except TakenOver as error:
-            rank0_only(partial(_outlast, stage_run, error))
+            rank0_only(partial(stage_run.outlast, error))
         finally:
             stage_run.release()
         stage_run = rank0_first(lambda: _open_stage(config, parent))
     assert stage_run.manifest is not None, "another process has finished it"
     notice("train", f"complete: head at {stage_run.location.child(HEAD).uri}")
     return stage_run.manifest
-
-
-def _outlast(stage_run: StageRun, error: TakenOver) -> None:
-    """Wait until the attempt that took over has finished; raises `error` where it has ended."""
-    notice("train", error.problem)
-    stage_run.wait_for_claim()
-    if not stage_run.is_finished():
-        raise error
 
 
 def _train(
@@ -169,16 +161,13 @@ def _chosen_head(init: HeadInit, loop: TrainingLoop) -> DraftingHead:
 
 
 def _export(stage_run: StageRun, head: DraftingHead, card: HeadCard, *, tokens: int) -> None:
-    """Write the head's directory and commit its files; `tokens` are those it was trained on."""
-    directory = workspace(stage_run.location) / HEAD
-    stage_run.require_own()
-    save_head(directory, head, card)
-    for file in sorted(directory.iterdir()):
-        own, data = tokens if file.suffix == ".safetensors" else 0, file.read_bytes()
-        shard = stage_run.commit(file.name, data, rows=0, tokens=own)
+    """Commit the head's files, and place them; `tokens` are those it was trained on."""
+    for name, data in encode_head(head, card).items():
+        own = tokens if name.endswith(".safetensors") else 0
+        shard = stage_run.commit(name, data, rows=0, tokens=own)
         if shard.sha256 != hashlib.sha256(data).hexdigest():
             # Files of two attempts would make a head that was never trained.
-            problem = f"an earlier attempt has committed another {file.name}, and was killed there"
+            problem = f"an earlier attempt has committed another {name}, and was killed there"
             fix = "pass --force to train again, or choose another run.uri=…"
             raise StageConflict(problem, where=stage_run.location.uri, fix=fix)
     _place_head(stage_run)

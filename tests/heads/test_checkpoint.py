@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.errors import ContractMismatch
+from pipeline.errors import ContractMismatch, StoreError
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import choose_vocabulary, random_init
@@ -104,8 +104,11 @@ def test_round_trip(head: Eagle3Head, directory: Path) -> None:
     for name, tensor in head.state_dict().items():
         expected = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
         torch.testing.assert_close(loaded.state_dict()[name], expected)
-    save_head(directory, loaded, card)
-    assert load_head(directory)[1] == card and not list(directory.parent.glob(".*"))
+    save_head(directory.with_name("again"), loaded, card)
+    assert load_head(directory.with_name("again"))[1] == card
+    with pytest.raises(StoreError, match="cannot write the head"):  # nothing is written over
+        save_head(directory, loaded, card)
+    assert not list(directory.parent.glob(".*"))
     with pytest.raises(ContractMismatch, match="capture_layers"):
         load_head(directory, expected=CONTRACT.model_copy(update={"capture_layers": (2, 3, 4)}))
 

@@ -148,8 +148,8 @@ def test_speculators_has_no_rows_for_a_whole_vocabulary(
     save_head(tmp_path / "own", whole, HeadCard(contract))
     with pytest.raises(HeadError, match="speculators takes the target's for a whole vocabulary"):
         export_head(str(tmp_path / "own"), format="speculators", out=str(tmp_path / "given"))
-    save_head(tmp_path / "own", frozen(whole, tiny_target), HeadCard(contract))
-    export_head(str(tmp_path / "own"), format="speculators", out=str(tmp_path / "given"))
+    save_head(tmp_path / "frozen", frozen(whole, tiny_target), HeadCard(contract))
+    export_head(str(tmp_path / "frozen"), format="speculators", out=str(tmp_path / "given"))
     assert not {*_VOCABULARY} & load_file(tmp_path / "given" / WEIGHTS).keys()
     head = load_head(bring(tmp_path / "given"))[0]
     assert isinstance(head, DflashHead) and head.shape.target_lm_head

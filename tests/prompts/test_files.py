@@ -6,6 +6,7 @@ import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
-from pipeline.prompts import load_prompts
+from pipeline.prompts import files, load_prompts
 from pipeline.prompts.bad_records import BadRecords
 from pipeline.prompts.sources import read_source
 from pipeline.records import Prompt, SamplingOverride
@@ -325,6 +326,56 @@ def test_a_small_file_cannot_fill_the_memory(tmp_path: Path, name: str, count: i
     counts, grown = rest.rsplit(" ", 1)
     assert (prompts, counts) == ("100", f"{{'record:too_long': {count}}}")
     assert int(grown) < 200, "MiB"
+
+
+def _listed(values: Any) -> Any:
+    """One list of all values."""
+    return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
+
+
+def _equal(text: str, count: int) -> Any:
+    """A text many times, which takes no room in a file."""
+    return pa.DictionaryArray.from_arrays(
+        pa.repeat(pa.scalar(0, pa.int32()), count), pa.array([text])
+    )
+
+
+def _empty_lists(count: int) -> Any:
+    ends = pa.repeat(pa.scalar(0, pa.int32()), count + 1)
+    return pa.ListArray.from_arrays(ends, pa.array([], pa.int32()))
+
+
+def _mapped(count: int) -> Any:
+    ends, keys = pa.array([0, count], pa.int32()), pa.array(map(str, range(count)))
+    return pa.MapArray.from_arrays(ends, keys, _equal("a" * 900_000, count))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda count: _listed(_equal("", count)),
+        lambda count: _listed(pa.repeat(False, count)),
+        lambda count: _listed(pa.nulls(count)),
+        lambda count: _listed(_empty_lists(count)),
+        lambda count: _listed(pa.StructArray.from_arrays([_equal("user", count)], ["role"])),
+        lambda count: _mapped(count >> 16),
+    ],
+    ids=["texts", "bools", "nulls", "lists", "structs", "map"],
+)
+def test_a_list_of_millions_of_equal_values_is_not_read(
+    tmp_path: Path, values: Callable[[int], Any]
+) -> None:
+    """In the file it takes a few bytes, in Python 64 times its length."""
+    path, count = str(tmp_path / "p.parquet"), 17 << 20
+    short = values(1 << 20)
+    rows = pa.chunked_array([short, short, values(12 << 20)])
+    pq.write_table(pa.table({"prompt": ["Why?"] * 3, "x": rows}), path, compression="zstd")
+    kinds = [type(record) for _, record in files._read_parquet(path)]
+    assert kinds == [dict, dict, files._RowSize]
+    if not pa.types.is_map(short.type):
+        pq.write_table(pa.table({"prompt": ["Why?"], "x": values(count)}), path)
+        with pytest.raises(DataError, match=rf"p\.parquet: x\.\S*: holds {count:,} values in"):
+            load(path)
 
 
 BAD = {

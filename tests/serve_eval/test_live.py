@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from pipeline import __version__
 from pipeline.cli import main
 from pipeline.config import RunConfig, ServeSection, load
+from pipeline.records import sealed_page
 from pipeline.reports import EvalReport, ServerResult
-from pipeline.serve_eval.pages import load_rows, read_results
+from pipeline.serve_eval import pages
+from pipeline.serve_eval.pages import load_rows, read_results, write_html
 from pipeline.serve_eval.servers.check import check_run
 from pipeline.serve_eval.servers.evaluate import evaluate_server
 from pipeline.server.start import _listen
@@ -66,6 +68,25 @@ def test_our_own_server_does_what_the_report_says(finished: Path, serving: Servi
     added = set(Path(config.run.uri).rglob("*")) - set(before)
     assert {each.name for each in added} == {"servers", "eagle3-1.json", "eagle3-2.json"}
     assert read_results(config.run.uri)[0] == result
+    shutil.rmtree(Path(config.run.uri) / "eval/servers")
+
+
+def test_a_page_shows_the_server_whose_result_came_while_it_was_made(
+    finished: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _on(finished, serving(load(finished)))
+
+    def meanwhile(report: EvalReport) -> str:
+        monkeypatch.setattr(pages, "write_html", write_html)
+        evaluate_server(config)
+        return write_html(report)
+
+    monkeypatch.setattr(pages, "write_html", meanwhile)
+    evaluate_server(config)
+    results = read_results(config.run.uri)
+    shown = _report(config).model_copy(update={"servers": results})
+    page = (Path(config.run.uri) / "eval/report.html").read_bytes()
+    assert len(results) == 2 and page == sealed_page(write_html(shown))
     shutil.rmtree(Path(config.run.uri) / "eval/servers")
 
 

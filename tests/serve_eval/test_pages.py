@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import re
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pipeline.reports import (
     Estimate,
@@ -157,6 +159,60 @@ def test_figures_stand_in_the_tables(page: str) -> None:
 def test_no_text_of_data_becomes_markup(page: str) -> None:
     assert "<script" not in page
     assert page.count(r"$\frac$") >= 6, "drawn as it is, in figures and in tables"
+
+
+def test_no_element_and_no_attribute_comes_from_data() -> None:
+    """As a parser sees the page, with every text of the report hostile: licences, names of prompts,
+    of targets, of servers and of what they say."""
+    spoiled = _with_texts(
+        whole_report(), """\"'><script>alert(1)</script><img src=x onerror=a()>"""
+    )
+    seen, expected = _elements(write_html(spoiled)), _elements(write_html(whole_report()))
+    assert "alert(1)" in spoiled.model_dump_json() and len(expected) > 20
+    assert seen <= expected
+    assert not {tag for tag, _ in seen} & {"script", "img", "iframe", "object", "a"}
+
+
+def _with_texts(report: EvalReport, text: str) -> EvalReport:
+    """With `text` in every key and value that may be any text."""
+
+    def spoil(value: Any) -> None:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in list(items):
+            if isinstance(each, dict | list):
+                spoil(each)
+            elif isinstance(each, str):
+                value[key] = f"{each}{text}"
+                if not _is_valid(tree):
+                    value[key] = each
+            if isinstance(key, str):
+                value[f"{key}{text}"] = value.pop(key)
+                if not _is_valid(tree):
+                    value[key] = value.pop(f"{key}{text}")
+
+    tree = report.model_dump(mode="json")
+    spoil(tree)
+    return EvalReport.model_validate(tree)
+
+
+def _is_valid(tree: dict[str, Any]) -> bool:
+    try:
+        EvalReport.model_validate(tree)
+    except ValidationError:
+        return False
+    return True
+
+
+def _elements(page: str) -> set[tuple[str, tuple[str, ...]]]:
+    """Tags with the names of their attributes."""
+    found: set[tuple[str, tuple[str, ...]]] = set()
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.add((tag, tuple(sorted(name for name, _ in attrs))))
+
+    Parser().feed(page)
+    return found
 
 
 def test_a_plain_report_has_no_empty_parts() -> None:

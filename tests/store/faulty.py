@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 Fault = int | str | None
 DROP, HANG = "drop the upload half-way", "never answer"
 FLIP, CUT = "flip a byte of the body", "end the answer half-way"
+LAG = "answer a listing as it was before"
 
 #: Headers of requests and of answers.
 _NOT_SENT_ON = ("host", "connection", "accept-encoding")
@@ -34,6 +35,7 @@ class FaultyProxy(ThreadingHTTPServer):
         self.fault: Callable[[str, str], Fault] = lambda method, path: None
         self.requests: list[tuple[str, str, Fault]] = []
         self.released = threading.Event()
+        self.answered: dict[str, bytes] = {}  # the first answer to every path
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
 
@@ -76,11 +78,12 @@ class _Handler(BaseHTTPRequestHandler):
             error = json.dumps({"error": {"code": fault, "message": "injected"}})
             self._answer(fault, {"Content-Type": "application/json"}, error.encode())
         else:
-            self._forward(_flipped(body) if fault == FLIP else body, cut=fault == CUT)
+            sent = _flipped(body) if fault == FLIP else body
+            self._forward(sent, cut=fault == CUT, lag=fault == LAG)
 
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = _pass_on
 
-    def _forward(self, body: bytes, *, cut: bool) -> None:
+    def _forward(self, body: bytes, *, cut: bool, lag: bool) -> None:
         target = urlsplit(self.server.upstream)
         connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=30)
         try:
@@ -99,7 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         finally:
             connection.close()
-        self._answer(answer.status, passed, data, cut=cut)
+        before = self.server.answered.setdefault(self.path, data)
+        self._answer(answer.status, passed, before if lag else data, cut=cut)
 
     def _answer(
         self, status: int, headers: dict[str, str], data: bytes, *, cut: bool = False

@@ -15,6 +15,7 @@ import torch
 from pipeline.config import TargetSection
 from pipeline.decoder.model import DecoderModel
 from pipeline.errors import TargetError
+from pipeline.target.gguf import GgufMetadata
 from pipeline.target.open import resolve
 from tests.decoder.conftest import states_of
 
@@ -333,3 +334,34 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(TargetError, match=r"x\.gguf: cannot be read as GGUF"):
         resolve(TargetSection(source=str(tmp_path / "x.gguf")))
+
+
+def _info(data: bytes, name: str) -> int:
+    """Where the description of a tensor goes on after its name."""
+    return data.rindex(name.encode()) + len(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: (8, 2**60), "cannot be read as GGUF"),
+        (lambda data: (16, 2**60), "cannot be read as GGUF"),
+        (lambda data: (24, 2**62), "cannot be read as GGUF"),
+        (lambda data: (_info(data, "tokenizer.ggml.tokens") + 8, 2**61), "cannot be read as GGUF"),
+        (lambda data: (_info(data, "output_norm.weight") + 4, 2**62), "cannot be read as GGUF"),
+        (lambda data: (_info(data, "output_norm.weight") + 16, 2**50), "cannot be read as GGUF"),
+        (lambda data: (_info(data, "output_norm.weight") + 16, 0), "overlap"),
+    ],
+    ids=["tensors", "keys", "name", "array", "size", "offset", "overlap"],
+)
+def test_counts_and_offsets_that_are_hostile(
+    tokenizer: Any, tmp_path: Path, change: Callable[[bytes], tuple[int, int]], said: str
+) -> None:
+    path = write_model(tmp_path / "x.gguf", byte_level(tokenizer, "gpt-2"))
+    GgufMetadata(path)
+    data = bytearray(path.read_bytes())
+    at, value = change(bytes(data))
+    data[at : at + 8] = value.to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(TargetError, match=rf"x\.gguf: .*{said}"):
+        GgufMetadata(path)

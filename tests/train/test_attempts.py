@@ -1,14 +1,7 @@
-"""Two attempts at one training, in processes of their own: together, and one that was stopped.
-
-They are forked from one process that has imported everything, so that a signal meets the training
-rather than the imports.
-"""
+"""Two attempts at one training, in processes of their own: together, and one that was stopped."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +11,12 @@ import yaml
 from pipeline.store.gc import find_orphans
 from pipeline.store.manifest import read_manifest
 from pipeline.store.verify import verify_run
+from tests.scenes import play
 from tests.train.runs import Configure, Store, lines_of
 
-PARENT = """
-import contextlib, json, os, resource, signal, sys, time
-from pathlib import Path
-
-import torch
-torch.set_num_threads(1)
-import pipeline.exchange.inspect, pipeline.train.stage, pipeline.train.group
-from pipeline import cli
-pipeline.train.group._deepspeed()
-
-folder, train = Path(sys.argv[1]), Path(sys.argv[1]) / "run" / "train"
-codes = {}
-
-
-def start(name, *command, room=None):
-    child = os.fork()
-    if child:
-        return name, child
-    for number in (1, 2):
-        os.dup2(os.open(folder / f"{name}.{number}", os.O_WRONLY | os.O_CREAT), number)
-    code = 1
-    with contextlib.suppress(BaseException):
-        try:
-            if room is not None:
-                used = int(Path("/proc/self/statm").read_text().split()[0]) << 12
-                resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
-            code = cli.main(command)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            raise
-        sys.stdout.flush()
-    os._exit(code)
-
-
+STEPS = """
 def attempt(name, **options):
-    return start(name, "train", "-c", str(folder / "run.yaml"), **options)
-
-
-def until(condition, *attempts):
-    while not condition():
-        assert not any(os.waitpid(pid, os.WNOHANG)[0] for _, pid in attempts), "ended too early"
-        time.sleep(0.005)
-
-
-def end(*attempts):
-    for name, pid in attempts:
-        codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return stage(name, "train", **options)
 
 
 def steps():
@@ -84,29 +33,26 @@ first = attempt("first")
 until(lambda: markers() > 0, first)
 other = attempt("other")
 end(first, other)
-print(json.dumps(codes))
 """
 
 STOPPED = """
-stopped = attempt("stopped")
-until(lambda: markers() > 0 and steps() > 4, stopped)
-os.kill(stopped[1], signal.SIGSTOP)
+silent = attempt("stopped")
+until(lambda: markers() > 0 and steps() > 4, silent)
+os.kill(silent[1], signal.SIGSTOP)
 half = train / "checkpoints" / ("step-000001-" + "0" * 16)  # that a checkpoint is being written to
 half.mkdir()
 (half / "weights.safetensors").write_bytes(b"half")
 live = attempt("live")
 printed = folder / "live.1"
 until(lambda: printed.exists() and "continuing from" in printed.read_text(), live)
-os.kill(stopped[1], signal.SIGCONT)
-end(live, stopped)
-print(json.dumps(codes))
+go_on(silent)
+end(live, silent)
 """
 
 MEMORY = """
 for room in (0, 1 << 20, 8 << 20, 24 << 20):
     end(attempt(f"train {room}", room=room))
 end(start("inspect", "inspect", str(folder), room=0))
-print(json.dumps(codes))
 """
 
 
@@ -117,15 +63,7 @@ def attempts(
     tree = config.model_dump(mode="json", exclude_none=True)
     tree["run"]["claim_seconds"] = claim_seconds
     (folder / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    command = [sys.executable, "-W", "ignore", "-c", PARENT + scene, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    codes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    said = {
-        name: "".join((folder / f"{name}.{number}").read_text() for number in (1, 2))
-        for name in codes
-    }
-    return codes, said
+    return play(STEPS + scene, folder)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ to every position.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -105,12 +106,14 @@ def export_gguf(folder: Path, head: Eagle3Head, card: HeadCard) -> None:
         writer.write_header_to_file(folder / FILE)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-        writer.close()
         (folder / CARD).write_text(json.dumps(card_fields(card), indent=2) + "\n")
     except OSError as error:
         problem = f"cannot write the head: {error.strerror}"
         fix = "free some space or choose a writable directory"
         raise StoreError(problem, where=str(folder), fix=fix) from error
+    finally:
+        with suppress(OSError):  # the full disk again, at bytes that were not written
+            writer.close()
 
 
 def _check(shape: HeadShape) -> None:
