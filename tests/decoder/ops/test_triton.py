@@ -200,6 +200,7 @@ class Thresholds(TritonOps):
 def thresholds(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     ops, positions = Thresholds(logits.dtype), torch.zeros(len(logits), dtype=torch.int64)
     ops.draw(logits, sampling, positions.to(logits.device))
+    assert not ops._counters[0].any(), "as the next launch finds them"
     assert ops.programs == (len(logits), -(-logits.shape[1] // choices.logits_block(0)))
     return ops.least
 
