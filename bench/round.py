@@ -407,7 +407,12 @@ def _compact(arguments: dict[str, Any], constants: Any, context: int) -> _Touche
 
 
 def _threshold(arguments: dict[str, Any], constants: Any, context: int) -> _Touched:
-    return {"scratch": (0, 0)}  # the few tokens near the best one, which stay in a cache
+    few = "scratch", "masses", "arrived"  # of tokens near the best one, which stay in a cache
+    return dict.fromkeys(few, (0, 0))
+
+
+def _largest(arguments: dict[str, Any], constants: Any, context: int) -> _Touched:
+    return {"arrived": (0, 0)}
 
 
 _TOUCHED: dict[str, Callable[[dict[str, Any], Any, int], _Touched]] = {
@@ -419,7 +424,9 @@ _TOUCHED: dict[str, Callable[[dict[str, Any], Any, int], _Touched]] = {
     "add_product": _product,
     "gated_product": _product,
     "compact": _compact,
+    "argmax": _largest,
     "threshold": _threshold,
+    "draw": _largest,
 }
 
 

@@ -46,7 +46,7 @@ def every_drafter(model: DecoderModel) -> Mapping[str, Callable[[Trees], Drafter
     random_init(chained, 3)
     chained.set_vocabulary(proposed)
     block = DflashHead(
-        dflash_shape_for(model.config, layers=1, block_size=6, mask_token_id=0, **fields)
+        dflash_shape_for(model.config, layers=1, block_size=7, mask_token_id=0, **fields)
     )
     random_init(block, 4)
     block.set_vocabulary(proposed)

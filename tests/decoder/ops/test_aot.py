@@ -58,7 +58,7 @@ def test_every_kernel_is_recorded() -> None:
         *("add_rms_norm", "embed_concat", "silu_mul", "rope_write", "tree_attention"),
         *("project_heads", "add_product", "gated_product"),
         *("compact", "select_beams"),
-        *("argmax_part", "propose_part", "threshold", "draw_part"),
+        *("argmax", "propose_part", "threshold", "draw"),
         *("normaliser", "compare"),
     }
     wide = {v.name for v in variants() if "*bf16" not in v.signature.values()}
@@ -116,7 +116,7 @@ def test_the_lengths_of_prompts_and_the_slots_compile_nothing() -> None:
         for variant in _prefill(length, length % 8).variants:
             assert variant.specialisation in warm, (length, variant.name)
     names = {each.name for each in _prefill(1, 0).variants}
-    assert {"tree_attention", "project_heads", "slot_mapping", "draw_part"} <= names
+    assert {"tree_attention", "project_heads", "slot_mapping", "draw"} <= names
     assert {each.name for each in _prefill(2048, 0).variants} >= {"rope_write", "silu_mul"}
 
 

@@ -14,21 +14,23 @@ import pytest
 import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+from triton.runtime import interpreter  # type: ignore[import-untyped]
 from triton.runtime.errors import InterpreterError  # type: ignore[import-untyped]
 
 import pipeline.decoder.ops.triton.ops as choices
 from pipeline.decoder.ops import draws as philox
 from pipeline.decoder.ops.draws import keep_top
 from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.ops.tree import SamplingTensors
 from pipeline.decoder.ops.triton.attention import tree_attention_kernel
-from pipeline.decoder.ops.triton.launch import Pointer, Table, jit
+from pipeline.decoder.ops.triton.launch import INTERPRETED, Pointer, Table, jit
 from pipeline.decoder.ops.triton.logits import gumbel, threshold_kernel
 from pipeline.decoder.ops.triton.ops import TritonOps, chunks_of
 from tests.decoder.ops import operations
 from tests.decoder.ops.attention import NAN
 from tests.decoder.ops.backends import FP32, TYPES, Backend, triton_backend
 from tests.decoder.ops.conftest import attention_metadata
-from tests.decoder.ops.operations import LAYERS, OPERATIONS, SAMPLING, sampling_of
+from tests.decoder.ops.operations import INF, LAYERS, OPERATIONS, SAMPLING, sampling_of
 
 
 @pytest.fixture
@@ -182,27 +184,58 @@ def test_noise(device: torch.device, seed: int, position: int) -> None:
     assert float((got - wanted).abs().max()) < 4e-6
 
 
+class Thresholds(TritonOps):
+    """Keeps the thresholds of the last draw."""
+
+    least: Tensor
+    programs: tuple[int, ...]
+
+    def _start(self, kernel: Any, grid: Any, given: Any, *rest: Any, **fixed: Any) -> None:
+        super()._start(kernel, grid, given, *rest, **fixed)
+        if kernel is threshold_kernel:
+            self.least = given[kernel.arg_names.index("threshold")]
+            self.programs = grid
+
+
+def thresholds(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    ops, positions = Thresholds(logits.dtype), torch.zeros(len(logits), dtype=torch.int64)
+    ops.draw(logits, sampling, positions.to(logits.device))
+    assert not ops._counters[0].any(), "as the next launch finds them"
+    assert ops.programs == (len(logits), -(-logits.shape[1] // choices.logits_block(0)))
+    return ops.least
+
+
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of 1500 tokens has three of them."""
+    monkeypatch.setattr(choices, "logits_block", lambda size: 512)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("near", "capacity"), [(16.0, 4096), (0.5, 4096), (16.0, 64)])
 @pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.usefixtures("short_blocks")
 def test_kept_set(
-    device: torch.device, dtype: torch.dtype, near: float, capacity: int, ties: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    near: float,
+    capacity: int,
+    ties: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same tokens survive top-k and top-p, ties included.
 
     With a small `near` the candidates do not suffice, with a small `capacity` they do not fit.
     """
+    monkeypatch.setattr(choices, "NEAR", near)
+    monkeypatch.setattr(choices, "CAPACITY", capacity)
     torch.manual_seed(0)
     backend, cases = triton_backend(dtype, device), [case for case in SAMPLING if case[0] > 0.01]
     sampling = sampling_of(backend, cases, 1)
     logits = backend.numbers(len(cases), 3000, scale=3)
     logits[:, 7] = float("-inf")
     logits = (logits * 4).round() / 4 if ties else logits
-    least = torch.full((len(cases),), float("nan"), device=device)
-    by_row = sampling.temperature, sampling.top_p, sampling.top_k
-    scratch = torch.full((len(cases), capacity), float("nan"), device=device).to(dtype)
-    sizes = {"SIZE": 3000, "CAPACITY": capacity, "NEAR": near, "BLOCK": 1024, "WAYS": 4}
-    threshold_kernel[(len(cases),)](logits, *by_row, scratch, least, 1, **sizes)
+    least = thresholds(logits, sampling)
     scaled = logits.float() / sampling.temperature.clamp(min=1e-6)[:, None]
     wanted = keep_top(scaled, sampling) > float("-inf")
     for row, case in enumerate(cases):
@@ -210,6 +243,98 @@ def test_kept_set(
         kept[7] = wanted[row, 7]
         assert torch.equal(kept, wanted[row]), case
     assert (least == float("-inf")).tolist() == [p >= 1 and k in (0, 70000) for _, p, k in cases]
+
+
+#: Temperature, top-p, top-k.
+FILTERS = [
+    (1.0, 0.999999, 0), (1.0, 0.5, 40), (0.7, 1e-6, 0), (2.0, 0.95, 0), (1.5, 1.0, 1),
+    (1.0, 1.0, 1499), (0.3, 0.99, 1000),
+]  # fmt: skip
+
+
+def check_thresholds(backend: Backend, seed: int, filters: list[tuple[float, float, int]]) -> None:
+    """Random rows of every kind, with top-k, with top-p, and with both, against float64."""
+    torch.manual_seed(seed)
+    logits = backend.numbers(6, 1500, scale=3)
+    logits[0] = (logits[0] * 2).round() / 2  # many equals
+    logits[1, torch.randperm(1500)[:1490]] = -INF
+    logits[2] = torch.where(torch.arange(1500) == 1234, 20.0, -20.0)  # one, and equals far below
+    logits[3] = 0.25
+    logits[4] *= 10  # nothing but the largest weighs
+    cases = [each for each in filters for _ in logits]
+    sampling, rows = sampling_of(backend, cases, 1), logits.repeat(len(filters), 1)
+    least = thresholds(rows, sampling)
+    scaled = (rows.float() / sampling.temperature[:, None]).double()
+    for x, bar, (_, top_p, top_k) in zip(scaled, least.double(), cases, strict=True):
+        bar_k = x.sort(descending=True).values[top_k - 1 if top_k else -1]
+        mass = (x - x.max()).exp() * (x >= bar_k)
+        share, kept, above = top_p * mass.sum(), mass[x >= bar].sum(), mass[x > bar].sum()
+        assert bar in x or bar == -INF
+        if top_p >= 1:
+            assert ((x >= bar) == (x >= bar_k)).all()
+        else:  # enough, and no more
+            assert kept > share * (1 - 1e-6) and above < share * (1 + 1e-6)
+            assert bar >= bar_k
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_thresholds_are_float64s(backend: Backend) -> None:
+    check_thresholds(backend, 1, FILTERS)
+
+
+def test_the_order_of_arrival_and_other_rows_change_no_bit(
+    backend: Backend, short_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates are copied as blocks arrive, and the last to do so weighs them."""
+    logits = backend.numbers(4, 1500, scale=3)
+    cases = [(1.0, 0.93, 0), (1.3, 0.9, 400)]
+    sampling = sampling_of(backend, cases, 2)
+    forward = thresholds(logits, sampling)
+    alone = [
+        thresholds(logits[[row]], sampling_of(backend, [case], 1))
+        for row, case in ((0, cases[0]), (3, cases[1]))
+    ]
+    assert torch.equal(torch.cat(alone), forward[[0, 3]])
+    if INTERPRETED:  # one program after another
+        builder, place = (
+            interpreter.interpreter_builder,
+            interpreter.interpreter_builder.set_grid_idx,
+        )
+        order = [1, 2, 0]
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(x, order[y], z))
+    assert torch.equal(thresholds(logits, sampling), forward)
+
+
+#: What a launch of the threshold kernel is changed to: its arguments by name, its constants.
+THRESHOLD_FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "a block too few": lambda given, fixed: fixed.update(PARTS_BLOCK=2),
+    "the largest of one block": lambda given, fixed: given["keys"].copy_(given["keys"][:, :1]),
+    "counters that are not zero": lambda given, fixed: given["arrived"].fill_(1),
+    "a unit too small": lambda given, fixed: fixed.update(UNIT=2.0**8),
+    "a unit too large": lambda given, fixed: fixed.update(UNIT=2.0**60),
+    "few of those near": lambda given, fixed: given["arrived"][len(given["logits"]) :].fill_(9),
+}
+
+
+@pytest.mark.parametrize("fault", THRESHOLD_FAULTS)
+@pytest.mark.usefixtures("short_blocks")
+def test_faults_of_thresholds_are_seen(
+    backend: Backend, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = TritonOps._start
+
+    def start(
+        self: TritonOps, kernel: Any, grid: Any, given: Any, *rest: Any, **fixed: Any
+    ) -> None:
+        if kernel is threshold_kernel:
+            named = dict(zip(kernel.arg_names, given, strict=False))
+            THRESHOLD_FAULTS[fault](named, fixed)
+            given = tuple(named.values())
+        honest(self, kernel, grid, given, *rest, **fixed)
+
+    monkeypatch.setattr(TritonOps, "_start", start)
+    with pytest.raises((AssertionError, InterpreterError)):
+        check_thresholds(backend, 1, FILTERS[:2])
 
 
 def test_few_candidates_fit(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

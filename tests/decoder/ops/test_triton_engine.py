@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from bench.random_target import random_model
-from pipeline.config import TreeSection
+from bench.report import ROOT
+from pipeline.config import TreeSection, load
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import default_buckets
 from pipeline.decoder.model import DecoderModel
@@ -24,6 +25,7 @@ from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.request import Request
 from pipeline.tuning.verification import log_probabilities
 from tests.decoder.random_drafters import DRAFTERS, every_drafter
+from tests.gpu import cases
 
 CONFIG = LlamaConfig(
     vocab_size=16,
@@ -40,6 +42,20 @@ TREES = {
     "chain": TreeSection(top_k=1, steps=3, nodes=4),
     "level": TreeSection(top_k=3, steps=1, nodes=4),
     "tree": TreeSection(top_k=2, steps=3, nodes=6),
+}
+
+CONFIGS = [load(file) for file in sorted((ROOT / "configs").glob("*.yaml"))]
+#: The trees of the configurations and of the GPU's checks, by label.
+SHAPES = {
+    tree.label: tree
+    for tree in (
+        *(tree for each in CONFIGS for tree in (each.eval.tree, each.train.evaluate_tree)),
+        *(each.synth.tree for each in CONFIGS if each.synth),
+        TreeSection(),
+        *cases.TREES.values(),
+        *cases.TREES_OF_ALL,
+    )
+    if isinstance(tree, TreeSection)
 }
 
 
@@ -152,3 +168,19 @@ def test_shapes_of_configurations_and_of_the_gpu_check(
 
 def test_a_sampled_tree_of_several_rows(target: DecoderModel, plain: DecoderModel) -> None:
     check(target, plain, "eagle3", TREES["tree"], 3, temperature=0.8)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("slots", [1, 2, 5])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_shape_and_batch(
+    target: DecoderModel,
+    plain: DecoderModel,
+    name: str,
+    shape: str,
+    slots: int,
+    temperature: float,
+) -> None:
+    check(target, plain, name, SHAPES[shape], slots, temperature)

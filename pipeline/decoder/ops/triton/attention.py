@@ -26,7 +26,16 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Stride, Table, dot, jit
+from pipeline.decoder.ops.triton.launch import (
+    Block,
+    Pointer,
+    Scalar,
+    Stride,
+    Table,
+    dot,
+    is_last,
+    jit,
+)
 
 
 @jit
@@ -122,11 +131,9 @@ def tree_attention_kernel(
         tl.store(lse_log2 + mine, peak + tl.log2(mass), mask=real)
         weighed = stored & (first < last)
         tl.store(partial + mine[:, None] * DIM + column[None, :], mixed, mask=weighed)
-        tl.debug_barrier()  # all threads' results stand before one of them says so
         here = arrived + problem * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(here, 1) < chunks - 1:
+        if not is_last(here, chunks):
             return
-        tl.store(here, 0)  # as the next launch finds it
         mixed = _merged(partial, lse_log2, part, each, chunks, stored, real, DIM)
     tl.store(out + at, mixed.to(out.dtype.element_ty), mask=stored)
 
@@ -148,7 +155,6 @@ def _merged(
     mass = tl.zeros([stored.shape[0]], tl.float32)
     mixed = tl.zeros([stored.shape[0], stored.shape[1]], tl.float32)
     for _ in range(chunks):
-        # Past the first-level cache, which knows nothing of other multiprocessors' stores.
         log = tl.load(lse_log2 + part, mask=real, other=float("-inf"), cache_modifier=".cg")
         # What a chunk that was not seen left behind is not read.
         seen = stored & (log != float("-inf"))[:, None]

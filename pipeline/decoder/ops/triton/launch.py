@@ -57,6 +57,20 @@ def dot(left: Block, right: Block, WIDEN: tl.constexpr) -> Block:
     return tl.dot(left, right, input_precision="ieee")
 
 
+@jit
+def is_last(arrived: Pointer, count: Scalar) -> Block:
+    """Whether this program is the last of `count` to arrive; what the others stored is there then,
+    past the first-level cache (".cg"), which knows nothing of other multiprocessors' stores.
+
+    The counter is zero before, and again after.
+    """
+    tl.debug_barrier()  # all threads' results stand before one of them says so
+    last = tl.atomic_add(arrived, 1) == count - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
 def power_of_two(size: int, least: int = 1) -> int:
     """The block that holds `size` elements: the next power of two, at least `least`."""
     return max(least, 1 << (size - 1).bit_length())

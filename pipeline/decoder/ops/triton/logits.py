@@ -15,27 +15,33 @@ signed integer's once those of negative numbers are flipped:
 
 Drawing the target's token at every node: Gumbel-max, as `pipeline.decoder.ops.draws` defines it.
 
-No token waits for another, so the noise is made inside the arg-max, over all blocks of all nodes at
-once (and `argmax_join_kernel` ends it):
+No token waits for another, so the noise is made inside the arg-max. A launch has a program for each
+block of tokens of a node; the last of a node's to arrive ends what they began:
 
-    threshold   node                    the least scaled logit that top-k and top-p keep
-    part        node x block of tokens  scale, drop below the threshold, add noise, largest key
-    join        node                    largest key of the blocks
+    largest     each block's largest key                      last: the largest of them
+    threshold   copy what is near the largest, weigh all      last: the least scaled logit that
+                                                              top-k and top-p keep
+    draw        scale, drop below the threshold, add noise,   last: the largest of them
+                largest key
 
 The threshold is exact, and nothing is sorted. What top-k and top-p keep lies above it, and the
 weight above a threshold only falls as that rises, so it is found by bisecting the integers that
-order the floats (WAYS of them at once). Mostly few logits matter: those near the largest are copied
-beside each other first. If they turn out too few, or too many, the row itself is bisected.
+order the floats (WAYS of them at once). Mostly few logits matter: those near the largest, which are
+beside each other by then. If they turn out too few, or too many, the row itself is bisected.
 
     logits       |  . x .   X x  .   x . |      largest X, near x; scaled by the temperature
     candidates   [ x X x x ]                    top-k: weights 1, top-p: weights exp(x - X)
+
+Weights are integers, multiples of 1 / UNIT of exp(x - X). Their sums are exact, so neither the
+order in which blocks arrive nor that of the candidates changes a bit. What is cut off is at most
+2^-25 of the mass of 2^18 tokens, less than what rounds each exp.
 """
 
 from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Table, jit
+from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Table, is_last, jit
 
 
 @jit
@@ -71,27 +77,49 @@ def is_nan_key(key: Block) -> Block:
 
 
 @jit
-def argmax_part_kernel(
-    logits: Pointer, keys: Pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr
+def argmax_kernel(
+    logits: Pointer,
+    keys: Pointer,
+    index: Pointer,
+    arrived: Pointer,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
 ) -> None:
-    """The largest key of one block of one row; grid [rows, blocks]."""
+    """The largest key of each block of a row, and the row's index; grid [rows, blocks]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = logits + row * SIZE + column
     x = tl.load(source, mask=column < SIZE, other=float("-inf")).to(tl.float32)
     key = tl.where(column < SIZE, key_of(x, column), -(2**63))
-    tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), tl.max(key, axis=0))
+    _join_keys(tl.max(key, axis=0), row, keys, index, arrived, PARTS_BLOCK)
 
 
 @jit
-def argmax_join_kernel(
-    keys: Pointer, index: Pointer, parts: Scalar, PARTS_BLOCK: tl.constexpr
+def _join_keys(
+    key: Scalar,
+    row: Scalar,
+    keys: Pointer,
+    index: Pointer,
+    arrived: Pointer,
+    PARTS_BLOCK: tl.constexpr,
 ) -> None:
-    """The index of the largest key of a row, -1 where it is NaN's; grid [rows]."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS_BLOCK)
-    key = tl.max(tl.load(keys + row * parts + part, mask=part < parts, other=-(2**63)), axis=0)
-    tl.store(index + row, tl.where(is_nan_key(key), -1, index_of(key)))
+    """Store the key of this program's block; the last of a row stores the index of the largest, -1
+    where it is NaN's."""
+    tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), key)
+    if is_last(arrived + row, tl.num_programs(1)):
+        best = _largest_key(keys, row, PARTS_BLOCK)
+        tl.store(index + row, tl.where(is_nan_key(best), -1, index_of(best)))
+
+
+@jit
+def _largest_key(keys: Pointer, row: Scalar, PARTS_BLOCK: tl.constexpr) -> Block:
+    """Of the blocks of a row."""
+    part, parts = tl.arange(0, PARTS_BLOCK), tl.num_programs(1)
+    key = tl.load(
+        keys + row * parts + part, mask=part < parts, other=-(2**63), cache_modifier=".cg"
+    )
+    return tl.max(key, axis=0)
 
 
 @jit
@@ -155,69 +183,98 @@ def propose_join_kernel(
 @jit
 def threshold_kernel(
     logits: Pointer,
+    keys: Pointer,
     temperature: Table,
     top_p: Table,
     top_k: Table,
     scratch: Pointer,
+    masses: Pointer,
+    arrived: Pointer,
     threshold: Table,
     nodes: Scalar,
     SIZE: tl.constexpr,
     CAPACITY: tl.constexpr,
     NEAR: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    HELD_BLOCK: tl.constexpr,
     WAYS: tl.constexpr,
 ) -> None:
     """The least scaled logit that top-k, then top-p keep; -inf where neither is set.
 
-    Grid [B·N]; scratch [B·N, CAPACITY] is for candidates, those at most NEAR below the largest.
+    Grid [B·N, blocks]; keys [B·N, blocks] are the blocks' largest. scratch [B·N, CAPACITY] is for
+    candidates, those at most NEAR below the largest; masses [B·N, blocks]. Of `arrived` every node
+    has two counters.
     """
-    node = tl.program_id(0).to(tl.int64)
+    node, parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     row = node // nodes
     temperature, top_p = tl.load(temperature + row), tl.load(top_p + row)
     top_k = tl.load(top_k + row)
-    cutoff = tl.full((), float("-inf"), tl.float32)
-    if (temperature > 0) & ((top_k > 0) | (top_p < 1)):
-        logits += node * SIZE
-        scratch += node * CAPACITY
-        temperature = tl.maximum(temperature, 1e-6)
-        peak = tl.div_rn(_largest(logits, SIZE, BLOCK), temperature)
-        floor = peak - NEAR
-        count, near, total = _collect(
-            logits, scratch, temperature, peak, floor, SIZE, CAPACITY, BLOCK
-        )
-        tl.debug_barrier()  # other threads read what these have written
-        target_mass = top_p.to(tl.float64) * total
-        enough = tl.where(top_k > 0, count >= tl.minimum(top_k, SIZE), near >= target_mass)
-        source, held = logits, tl.full((), SIZE, tl.int32)
-        least = image_of(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
-        if enough & (count <= CAPACITY):
-            source, held = scratch, count
-            least = image_of(floor).to(tl.int64)
+    best = _largest_key(keys, node, PARTS_BLOCK)
+    unfiltered = (temperature <= 0) | ((top_k == 0) & (top_p >= 1)) | is_nan_key(best)
+    if unfiltered:
+        if tl.program_id(1) == 0:
+            tl.store(threshold + node, float("-inf"))
+        return
+    logits += node * SIZE
+    scratch += node * CAPACITY
+    masses += node * parts
+    temperature = tl.maximum(temperature, 1e-6)
+    peak = tl.div_rn(value_of(best), temperature)
+    floor = peak - NEAR
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + column, mask=column < SIZE, other=float("-inf"))
+    x = _scaled(logit.to(tl.float32), temperature)
+    near = (x >= floor) & (column < SIZE)
+    listed = near.to(tl.int32)
+    copied = arrived + tl.num_programs(0) + node
+    entry = tl.atomic_add(copied, tl.sum(listed, axis=0)) + tl.cumsum(listed, axis=0) - 1
+    tl.store(scratch + entry, logit, mask=near & (entry < CAPACITY))
+    weight = tl.where(column < SIZE, _mass_of(x, peak, UNIT), 0)
+    tl.store(masses + tl.program_id(1), tl.sum(weight, axis=0))
+    if is_last(arrived + node, parts):
+        count = tl.load(copied, cache_modifier=".cg")
+        tl.store(copied, 0)  # as the next launch finds it
+        part = tl.arange(0, PARTS_BLOCK)
+        mass = tl.load(masses + part, mask=part < parts, other=0, cache_modifier=".cg")
+        total = tl.sum(mass, axis=0)
+        source, held = scratch, tl.minimum(count, CAPACITY)
+        least = image_of(floor).to(tl.int64)
+        enough = count >= tl.minimum(top_k, SIZE)
+        if top_k == 0:
+            mass_near = _mass_from(source, held, temperature, peak, least, UNIT, HELD_BLOCK)
+            enough = mass_near >= _share(top_p, total)
+        if (count > CAPACITY) | (enough == 0):
+            source, held = logits, tl.full((), SIZE, tl.int32)
+            least = image_of(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
         if top_k > 0:
-            least = _bisect(
-                source, held, temperature, peak, top_k.to(tl.float64), least, False, BLOCK, WAYS
-            )
-            total = _mass_from(source, held, temperature, peak, least, BLOCK)
+            least = _bisect(source, held, temperature, peak, top_k, least, 0, HELD_BLOCK, WAYS)
+            total = _mass_from(source, held, temperature, peak, least, UNIT, HELD_BLOCK)
         if top_p < 1:
-            target_mass = top_p.to(tl.float64) * total
-            least = _bisect(source, held, temperature, peak, target_mass, least, True, BLOCK, WAYS)
-        cutoff = value_of(least << 32)
-    tl.store(threshold + node, cutoff)
+            target_mass = _share(top_p, total)
+            least = _bisect(
+                source, held, temperature, peak, target_mass, least, UNIT, HELD_BLOCK, WAYS
+            )
+        tl.store(threshold + node, value_of(least << 32))
 
 
 @jit
-def draw_part_kernel(
+def draw_kernel(
     logits: Pointer,
     threshold: Table,
     temperature: Table,
     seeds: Table,
     positions: Table,
     keys: Pointer,
+    index: Pointer,
+    arrived: Pointer,
     nodes: Scalar,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
 ) -> None:
-    """The largest key of one block of one node's noisy logits; grid [B·N, blocks].
+    """The index of the largest of a node's noisy logits; grid [B·N, blocks].
 
     BLOCK is a multiple of four: tokens that share a counter lie in one block.
     """
@@ -234,8 +291,7 @@ def draw_part_kernel(
         inside = inside & ((x >= tl.load(threshold + node)) | (x != x))
         x += gumbel(tl.load(seeds + row), tl.load(positions + node), group)
     key = tl.where(inside, key_of(x, column), -(2**63))
-    part = node * tl.num_programs(1) + tl.program_id(1)
-    tl.store(keys + part, tl.max(tl.max(key, axis=1), axis=0))
+    _join_keys(tl.max(tl.max(key, axis=1), axis=0), node, keys, index, arrived, PARTS_BLOCK)
 
 
 # Philox 4x32-10, number for number as in `pipeline.decoder.ops.draws`; Triton has it, too.
@@ -257,57 +313,22 @@ def gumbel(seed: Scalar, position: Scalar, group: Block) -> Block:
 
 
 @jit
-def _mass_of(x: Block, peak: Scalar) -> Block:
-    """exp(x - peak), float64; of an infinite peak only that equals have all the mass matters."""
-    finite = (peak > float("-inf")) & (peak < float("inf"))
-    return tl.exp(x - tl.where(finite, peak, 0.0)).to(tl.float64)
+def _mass_of(x: Block, peak: Scalar, UNIT: tl.constexpr) -> Block:
+    """exp(x - peak) in units, int64; 1 for what equals the peak, an infinite one too."""
+    other = x != peak
+    below = tl.where(other, x, 0.0) - tl.where(other, peak, 0.0)
+    return (tl.exp(below) * UNIT).to(tl.int64)
+
+
+@jit
+def _share(top_p: Scalar, total: Scalar) -> Block:
+    """The least mass that is top_p of the total."""
+    return tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
 
 
 @jit
 def _scaled(logits: Block, temperature: Scalar) -> Block:
     return tl.div_rn(logits, tl.zeros_like(logits) + temperature)
-
-
-@jit
-def _largest(logits: Pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> Block:
-    """The largest logit, float32."""
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + column, mask=column < SIZE, other=float("-inf")).to(tl.float32)
-        best = tl.maximum(best, x)
-    return tl.max(best, axis=0)
-
-
-@jit
-def _collect(
-    logits: Pointer,
-    scratch: Pointer,
-    temperature: Scalar,
-    peak: Scalar,
-    floor: Scalar,
-    SIZE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> Block:
-    """Copy the first CAPACITY logits that scaled reach `floor`.
-
-    Returns how many there are, their mass, and the mass of all.
-    """
-    count = tl.full((), 0, tl.int32)
-    near, total = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
-    for start in range(0, SIZE, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        logit = tl.load(logits + column, mask=column < SIZE, other=float("-inf"))
-        x = _scaled(logit.to(tl.float32), temperature)
-        listed = (x >= floor) & (column < SIZE)
-        entry = count + tl.cumsum(listed.to(tl.int32), axis=0) - 1
-        tl.store(scratch + entry, logit, mask=listed & (entry < CAPACITY))
-        weight = _mass_of(x, peak)
-        count += tl.sum(listed.to(tl.int32), axis=0)
-        near += tl.sum(tl.where(listed, weight, 0.0), axis=0)
-        total += tl.sum(weight, axis=0)
-    return count, near, total
 
 
 @jit
@@ -318,7 +339,7 @@ def _bisect(
     peak: Scalar,
     target_mass: Scalar,
     least: Scalar,
-    MASS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     WAYS: tl.constexpr,
 ) -> Block:
@@ -330,10 +351,10 @@ def _bisect(
     way = tl.arange(0, WAYS)
     while least < most:
         tried = least + (way + 1) * (most - least) // (WAYS + 1)  # [w], least … most - 1, ascending
-        above = tl.zeros([BLOCK, WAYS], tl.float64)
+        above = tl.zeros([BLOCK, WAYS], tl.int64)
         for start in range(0, held, BLOCK):
-            image, weight = _weights(source, start, held, temperature, peak, MASS, BLOCK)
-            above += tl.where(image[:, None] > tried[None, :], weight[:, None], 0.0)
+            image, weight = _weights(source, start, held, temperature, peak, UNIT, BLOCK)
+            above += tl.where(image[:, None] > tried[None, :], weight[:, None], 0)
         enough = tl.sum(above, axis=0) < target_mass  # [w], false … false true … true
         raised = tl.max(tl.where(enough, least, tried + 1), axis=0)
         most = tl.min(tl.where(enough, tried, most), axis=0)
@@ -348,13 +369,14 @@ def _mass_from(
     temperature: Scalar,
     peak: Scalar,
     least: Scalar,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> Block:
     """The mass of the `held` logits whose image is at least `least`."""
-    total = tl.full((), 0.0, tl.float64)
+    total = tl.full((), 0, tl.int64)
     for start in range(0, held, BLOCK):
-        image, weight = _weights(source, start, held, temperature, peak, True, BLOCK)
-        total += tl.sum(tl.where(image >= least, weight, 0.0), axis=0)
+        image, weight = _weights(source, start, held, temperature, peak, UNIT, BLOCK)
+        total += tl.sum(tl.where(image >= least, weight, 0), axis=0)
     return total
 
 
@@ -365,14 +387,15 @@ def _weights(
     held: Scalar,
     temperature: Scalar,
     peak: Scalar,
-    MASS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> Block:
-    """Images of a block of scaled logits, and their weights: 1, or exp(x - peak); float64."""
+    """Images of a block of scaled logits, and their weights: masses, or with UNIT 0 ones; int64."""
     entry = start + tl.arange(0, BLOCK)
-    logit = tl.load(source + entry, mask=entry < held, other=float("-inf")).to(tl.float32)
-    x = _scaled(logit, temperature)
-    weight = (entry < held).to(tl.float64)
-    if MASS:
-        weight = _mass_of(x, peak)
+    stored = entry < held
+    logit = tl.load(source + entry, mask=stored, other=float("-inf"), cache_modifier=".cg")
+    x = _scaled(logit.to(tl.float32), temperature)
+    weight = stored.to(tl.int64)
+    if UNIT > 0:
+        weight = tl.where(stored, _mass_of(x, peak, UNIT), 0)
     return image_of(x).to(tl.int64), weight

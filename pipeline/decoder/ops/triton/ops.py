@@ -35,9 +35,8 @@ from pipeline.decoder.ops.triton.layers import (
     slot_mapping_kernel,
 )
 from pipeline.decoder.ops.triton.logits import (
-    argmax_join_kernel,
-    argmax_part_kernel,
-    draw_part_kernel,
+    argmax_kernel,
+    draw_kernel,
     propose_join_kernel,
     propose_part_kernel,
     threshold_kernel,
@@ -406,14 +405,19 @@ class TritonOps(Launcher):
         )
 
     def argmax(self, logits: Tensor) -> Tensor:
+        return self._argmax(logits.contiguous())[0].view(logits.shape[:-1])
+
+    def _argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The index of each row's largest logit, -1 for a NaN's, and the keys of its blocks."""
         size = logits.shape[-1]
-        rows = logits.numel() // size
-        block = min(4096, power_of_two(size))
-        parts = -(-size // block)
-        keys = _int64(rows, parts, like=logits)
-        arguments = logits.contiguous(), keys
-        self._launch(argmax_part_kernel, (rows, parts), arguments, warps=8, SIZE=size, BLOCK=block)
-        return self._join(keys).view(logits.shape[:-1])
+        rows, block = logits.numel() // size, logits_block(size)
+        keys, index = _int64(rows, -(-size // block), like=logits), _int64(rows, like=logits)
+        arrived = self._arrivals(rows, logits.device)
+        self._launch(
+            argmax_kernel, tuple(keys.shape), (logits, keys, index, arrived), warps=8,
+            SIZE=size, BLOCK=block, PARTS_BLOCK=power_of_two(keys.shape[1]),
+        )  # fmt: skip
+        return index, keys
 
     def propose(
         self, logits: Tensor, k: int, target_ids: Tensor | None = None
@@ -504,42 +508,37 @@ class TritonOps(Launcher):
         self, logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, depth: int
     ) -> Tensor:
         rows, nodes, size = logits.shape
-        logits = logits.contiguous()
-        block = min(4096, power_of_two(size, 4))
-        parts, capacity = -(-size // block), min(CAPACITY, power_of_two(size))
-        threshold = torch.empty(rows, nodes, dtype=torch.float32, device=logits.device)
-        scratch = logits.new_empty(rows * nodes, capacity)
+        count, logits, capacity = rows * nodes, logits.contiguous(), min(CAPACITY, size)
+        _, keys = self._argmax(logits)
+        grid, block = tuple(keys.shape), logits_block(size)
+        sizes: dict[str, Any] = {"SIZE": size, "BLOCK": block, "PARTS_BLOCK": power_of_two(grid[1])}
+        threshold = torch.empty(count, dtype=torch.float32, device=logits.device)
+        scratch, masses = logits.new_empty(count, capacity), _int64(*grid, like=logits)
+        arrived = self._arrivals(2 * count, logits.device)
         filters = sampling.temperature, sampling.top_p, sampling.top_k
         self._launch(
             threshold_kernel,
-            (rows * nodes,),
-            (logits, *filters, scratch, threshold, nodes),
-            # A node has one multiprocessor to itself: this keeps it busy at four values a thread.
-            warps=16,
-            SIZE=size,
+            grid,
+            (logits, keys, *filters, scratch, masses, arrived, threshold, nodes),
+            warps=8,
+            **sizes,
             CAPACITY=capacity,
             NEAR=NEAR,
-            BLOCK=min(2048, power_of_two(size)),
+            UNIT=2.0 ** (62 - size.bit_length()),  # the sum of all stays below 2^62
+            HELD_BLOCK=min(1024, power_of_two(size)),
             WAYS=4,
         )
-        keys = _int64(rows * nodes, parts, like=logits)
-        drawn = sampling.temperature, sampling.seeds, positions.contiguous(), keys, nodes
+        drawn, index = torch.empty_like(keys), _int64(count, like=logits)
+        noise = sampling.temperature, sampling.seeds, positions.contiguous()
         self._launch(
-            draw_part_kernel, (rows * nodes, parts), (logits, threshold, *drawn), warps=8,
-            SIZE=size, BLOCK=block,
+            draw_kernel, grid, (logits, threshold, *noise, drawn, index, arrived, nodes), warps=8,
+            **sizes,
         )  # fmt: skip
-        return self._join(keys).view(rows, nodes)
+        return index.view(rows, nodes)
 
     def draw(self, logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:
         tree = root_only(positions)
         return self.sample(logits[:, None], tree, sampling, positions[:, None], 0)[:, 0]
-
-    def _join(self, keys: Tensor) -> Tensor:
-        """keys [rows, parts] → the index of each row's largest key, -1 for a NaN's."""
-        rows, parts = keys.shape
-        index, block = _int64(rows, like=keys), power_of_two(parts)
-        self._launch(argmax_join_kernel, (rows,), (keys, index, parts), warps=1, PARTS_BLOCK=block)
-        return index
 
 
 def tile_rows(folded: int, dtype: torch.dtype, *, causal: bool) -> int:
@@ -569,6 +568,11 @@ def chunks_of(used: int, folded: int = 1) -> tuple[int, int]:
     while chunk * MOST_CHUNKS < used or chunk * QUERIES_A_PAGE < folded:
         chunk *= 2
     return max(-(-used // chunk), 1), chunk
+
+
+def logits_block(size: int) -> int:
+    """Logits of a row that one program looks at: whole groups of four."""
+    return min(4096, power_of_two(size, 4))
 
 
 def _norm_warps(block: int) -> int:

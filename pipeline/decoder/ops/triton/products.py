@@ -25,7 +25,16 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Stride, Table, dot, jit
+from pipeline.decoder.ops.triton.launch import (
+    Block,
+    Pointer,
+    Scalar,
+    Stride,
+    Table,
+    dot,
+    is_last,
+    jit,
+)
 from pipeline.decoder.ops.triton.layers import silu_mul, write_rotated
 
 
@@ -231,15 +240,12 @@ def _products(
         mine, each = partial + split * (2 * HALF) * tokens, real[:, None]
         tl.store(mine + at, left, mask=each)
         tl.store(mine + at + HALF, right, mask=each)
-        tl.debug_barrier()  # all threads' results stand before one of them says so
-        last = tl.atomic_add(arrived + block, 1) == SPLITS - 1
+        last = is_last(arrived + block, SPLITS)
         if last:
-            tl.store(arrived + block, 0)  # as the next product finds it
             left = tl.zeros([TOKENS_BLOCK, HALF], tl.float32)
             right = tl.zeros([TOKENS_BLOCK, HALF], tl.float32)
             for other in range(SPLITS):
                 theirs = partial + other * (2 * HALF) * tokens
-                # Past the first-level cache, which knows nothing of other multiprocessors' stores.
                 left += tl.load(theirs + at, mask=each, other=0.0, cache_modifier=".cg")
                 right += tl.load(theirs + at + HALF, mask=each, other=0.0, cache_modifier=".cg")
     if BIASED:
