@@ -42,8 +42,7 @@ import torch
 
 from bench.report import ROOT, median_ratio, medians, peak_gigabytes, publish, rounded, turns
 from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSection, parse
-from pipeline.features.capture import capture_shard
-from pipeline.features.packing import cut, into_forwards
+from pipeline.features.capture import capture_shard, into_forwards
 from pipeline.features.writer import ShardWriter
 from pipeline.learning.batches import ReadAhead, Schedule
 from pipeline.learning.corpus import survey
