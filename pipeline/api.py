@@ -52,7 +52,7 @@ def run(config: RunConfig, *stages: Stage) -> list[Manifest]:
     Raises Eagle3Error for whatever the user can fix.
     """
     manifests = []
-    for stage, *beside in runtime.in_turn(config, stages or STAGES):
+    for stage, *beside in config.in_turn(stages or STAGES):
         if beside:
             manifests += runtime.run_side_by_side(config, (stage, *beside))
         else:

@@ -28,8 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -59,8 +58,6 @@ ROOMS: dict[Stage, str] = {
 }
 #: Stages of many shards, which any number of processes can share.
 SHARED: tuple[Stage, ...] = ("synth", "features")
-#: Stages of which the second may run while the first does.
-FOLLOWING: tuple[Stage, ...] = ("features", "train")
 #: Seconds between two looks at the processes of stages.
 _CHILDREN = 0.2
 #: Seconds between two listings of the store.
@@ -86,15 +83,6 @@ def run(config: RunConfig, stage: Stage) -> Manifest:
                 raise
             raise out_of_memory(error, where=stage) from error
     return manifest
-
-
-def in_turn(config: RunConfig, stages: Sequence[Stage]) -> Iterator[tuple[Stage, ...]]:
-    """`stages` one by one, but features together with a training that follows it."""
-    waiting = deque(stages)
-    while waiting:
-        stage = waiting.popleft()
-        beside = config.train.follow and (stage, *list(waiting)[:1]) == FOLLOWING
-        yield (stage, waiting.popleft()) if beside else (stage,)
 
 
 def run_side_by_side(config: RunConfig, stages: Sequence[Stage]) -> list[Manifest]:

@@ -50,7 +50,7 @@ from pipeline.errors import ConfigError, Eagle3Error, is_out_of_memory, out_of_m
 from pipeline.planning.decode import DecodePlan, MachineRates, parse_acceptance, plan_on_paper
 from pipeline.records import STAGES, Plan, Stage, ZeroMemory
 from pipeline.reports import report_schema
-from pipeline.runtime import ROOMS, in_turn, run, run_side_by_side
+from pipeline.runtime import ROOMS, run, run_side_by_side
 from pipeline.store.manifest import find_manifest
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code: int = arguments.handler(arguments)
                 return code
             config, stages = _load_stages(arguments)
-            for stage, *beside in in_turn(config, stages):
+            for stage, *beside in config.in_turn(stages):
                 arguments.stage = stage  # names the stage in errors
                 if beside:
                     run_side_by_side(config, (stage, *beside))

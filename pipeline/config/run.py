@@ -307,6 +307,16 @@ class RunConfig(Section):
             )
         return self
 
+    def in_turn(self, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
+        """`stages` one by one, but features together with a training that follows it."""
+        turns: list[tuple[Stage, ...]] = []
+        for stage in stages:
+            if self.train.follow and stage == "train" and turns[-1:] == [("features",)]:
+                turns[-1] = ("features", "train")
+            else:
+                turns.append((stage,))
+        return turns
+
     def section_hash(self, stage: Stage) -> str:
         """Hash of `shaping`."""
         return digest(self.shaping(stage))

@@ -271,9 +271,18 @@ def read_committed(
     """
     folder = location.child(SHARDS)
     files = folder.files() if names else {}
+    consumed = read_consumed(location)
 
     def read(name: str) -> Entry:
         entry = read_entry(folder, name + ENTRY)
+        try:
+            return entry if name in consumed else check(name, entry)
+        except StoreError:
+            if name not in read_consumed(location):  # or it was consumed meanwhile
+                raise
+            return entry
+
+    def check(name: str, entry: Entry) -> Entry:
         path = entry.shard.path
         # A listing may have passed by a file that was committed while it was made.
         listed = files.get(path) or folder.info_if_there(path)

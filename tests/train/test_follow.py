@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +19,19 @@ import pytest
 import yaml
 
 from pipeline.config import RunConfig, parse
+from pipeline.errors import ConfigError, ConsumedShard, StageConflict
 from pipeline.features.stage import run as run_features
+from pipeline.learning.batches import Schedule
+from pipeline.learning.corpus import Piece
 from pipeline.records import Manifest, Sample
-from pipeline.store.gc import find_orphans
+from pipeline.store.gc import find_orphans, remove
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import encode_samples
-from pipeline.store.shards import SHARDS
+from pipeline.store.shards import SHARDS, consume, consumed_count, read_consumed, verify_shard
 from pipeline.store.stage_run import open_stage
 from pipeline.store.verify import verify_run
+from pipeline.train import follow, loop
+from pipeline.train.follow import window_of
 from pipeline.train.stage import run as run_train
 from tests.train.conftest import HEAD, SETTINGS, VOCAB, contract_of
 
@@ -158,7 +168,7 @@ def test_where_all_fit_the_head_is_that_of_an_offline_run(ready: Ready) -> None:
 
 
 class Watched:
-    """The shards that lie in a run while a block goes on, a few times each hundredth of a second."""
+    """The shards that lie in a run while a block goes on, looked at all the time."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._over = config, threading.Event()
@@ -274,7 +284,7 @@ def test_processes_of_a_group_follow_and_go_on_with_another_number(ready: Ready)
         time.sleep(0.02)
     train.terminate()
     train.wait()
-    finish(config, features if features.poll() is not None else features, started(config, "train"))
+    finish(config, features, started(config, "train"))
     manifest = read_manifest(config.run.uri, "train")
     # A last group of fewer batches than processes is left out, as offline.
     assert manifest.details["tokens"] >= 6 * manifest.details["data_tokens"] - 2 * 64
@@ -317,7 +327,7 @@ def test_training_anew_is_refused_where_its_states_are_gone(ready: Ready) -> Non
     with pytest.raises(StageConflict, match="is missing or damaged, and the 12 shards"):
         run_train(config)
     shutil.rmtree(Path(config.run.uri) / "train")
-    with pytest.raises(StageConflict, match="12 shards .* a training that is not here"):
+    with pytest.raises(StageConflict, match=r"12 shards .* a training that is not here"):
         run_train(config)
 
 
