@@ -50,6 +50,7 @@ from pipeline.prompts import load_prompts
 from pipeline.prompts.demo_sets import prompt_set
 from pipeline.records import Message, Sample, SamplingParams, Shard, Span
 from pipeline.store.manifest import stage_location
+from pipeline.store.parts import cut
 from pipeline.store.shards import SHARDS, ShardCache
 from pipeline.store.stage_run import open_stage
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions

@@ -296,12 +296,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _is_followed_where_shards_are_deleted(self) -> RunConfig:
-        kept, follows = self.features.keep_shards, self.train.follow
-        if kept is not None and not follows:
+        keep, follows = self.features.keep_shards, self.train.follow
+        if keep is not None and not follows:
             raise ValueError(
                 "features.keep_shards waits for training to make room; set train.follow=true"
             )
-        if follows and kept is None:
+        if follows and keep is None:
             raise ValueError(
                 "train.follow needs to know how many shards stay; set features.keep_shards"
             )

@@ -80,7 +80,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
             basis=("the samples do not exist yet: run `eagle3 synth` first",),
         )
     size = _size(config, target.hidden, target.vocabulary, samples)
-    shards, kept = size.shards, config.features.keep_shards
+    shards, keep = size.shards, config.features.keep_shards
     memory = _memory(config, target, samples)
     basis: tuple[str, ...] = (
         f"storage: {size.token:,.0f} bytes a token and {size.teacher:,} for each of "
@@ -88,9 +88,9 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         f"shards: about {shards:,} of {size.total / max(1, shards) / 1e6:,.1f} MB",
         f"memory: {_SHARDS_HELD} shards of bf16 states and one packed forward beside the target",
     )
-    if kept is not None and kept < shards:
+    if keep is not None and keep < shards:
         basis += (
-            f"at most {kept:,} shards at one time, of {size.total / 1e6:,.1f} MB in all: training "
+            f"at most {keep:,} shards at one time, of {size.total / 1e6:,.1f} MB in all: training "
             "follows, and those that it is past are deleted",
         )
     return Plan(
@@ -144,8 +144,8 @@ def _size(config: RunConfig, hidden: int, vocabulary: int, samples: _Samples) ->
     states = samples.tokens * token + _teachers(config, samples) * row
     shards = expected_shards(config, samples.shards)
     total = round(states + samples.rows * _SAMPLE_BYTES + shards * shard)
-    kept = min(shards, config.features.keep_shards or shards)
-    return _Size(token, row, total, shards, round(total * kept / max(1, shards)))
+    keep = min(shards, config.features.keep_shards or shards)
+    return _Size(token, row, total, shards, round(total * keep / max(1, shards)))
 
 
 def _teachers(config: RunConfig, samples: _Samples) -> int:

@@ -65,3 +65,8 @@ def cut(lengths: Sequence[int], count: int) -> list[range]:
         # One sample at least for this run, and for each that follows.
         bounds.append(min(max(first, bounds[-1] + 1), len(lengths) - (count - part)))
     return [range(*pair) for pair in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
+
+
+def window_of(keep: int, shards: int) -> int:
+    """Shards of a window: all, or half of those that may lie in the run."""
+    return max(1, shards if keep >= shards else keep // 2)

@@ -36,7 +36,7 @@ from pipeline.store.manifest import (
     read_manifest,
     stage_location,
 )
-from pipeline.store.parts import cut, parts_of
+from pipeline.store.parts import cut, parts_of, window_of
 from pipeline.store.samples import SampleTokens, read_tokens
 from pipeline.store.shards import (
     SHARDS,
@@ -60,11 +60,6 @@ _OPEN = 8
 _GONE = "delete the run's features and train directories, or choose another run.uri=…"
 
 T = TypeVar("T")
-
-
-def window_of(keep: int, shards: int) -> int:
-    """Shards of a window: all, or half of those that may lie in the run."""
-    return max(1, shards if keep >= shards else keep // 2)
 
 
 def await_begin(config: RunConfig, samples: Manifest) -> Awaited:
@@ -217,7 +212,9 @@ class FollowedCorpus(StoredCorpus):
 
     def consume(self, windows: int, *, step: int) -> None:
         names, before = self._names[: self._end(windows - 1)], self._consumed
-        if len(names) > before or not self._swept:  # one that was killed may have left files
+        if len(names) > before or (
+            names and not self._swept
+        ):  # one that was killed may have left files
             for shard in range(len(names)):
                 self._open.pop(shard, None)  # an open file keeps its blocks on the disk
             rank0_only(lambda: consume(self._location, names, before=before, step=step))

@@ -20,18 +20,20 @@ import yaml
 
 from pipeline.config import RunConfig, parse
 from pipeline.errors import ConfigError, ConsumedShard, StageConflict
+from pipeline.features.plan import plan as plan_features
 from pipeline.features.stage import run as run_features
 from pipeline.learning.batches import Schedule
 from pipeline.learning.corpus import Piece
 from pipeline.records import Manifest, Sample
 from pipeline.store.gc import find_orphans, remove
 from pipeline.store.manifest import read_manifest, stage_location
+from pipeline.store.parts import window_of
 from pipeline.store.samples import encode_samples
 from pipeline.store.shards import SHARDS, consume, consumed_count, read_consumed, verify_shard
 from pipeline.store.stage_run import open_stage
 from pipeline.store.verify import verify_run
 from pipeline.train import follow, loop
-from pipeline.train.follow import window_of
+from pipeline.train.plan import plan as plan_train
 from pipeline.train.stage import run as run_train
 from tests.train.conftest import HEAD, SETTINGS, VOCAB, contract_of
 
@@ -260,13 +262,16 @@ def test_nothing_is_deleted_before_a_checkpoint_is_past_it(
 
     loops: list[loop.TrainingLoop] = []
     run_loop = loop.TrainingLoop.run
+
+    def remembered(self: loop.TrainingLoop) -> None:
+        loops.append(self)
+        run_loop(self)
+
     monkeypatch.setattr(follow, "consume", watched)
-    monkeypatch.setattr(
-        loop.TrainingLoop, "run", lambda self: (loops.append(self), run_loop(self))[1]
-    )
+    monkeypatch.setattr(loop.TrainingLoop, "run", remembered)
     with features_beside(config):
         run_train(config)
-    assert [count for count, _ in seen if count] == [2, 4, 6, 8, 10, 12]
+    assert [count for count, _ in seen] == [2, 4, 6, 8, 10, 12]
 
 
 def _step(marker: dict[str, Any]) -> int:
@@ -363,6 +368,17 @@ def test_states_that_were_left_by_a_kill_are_deleted(ready: Ready) -> None:
 def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse({"target": {"source": "x"}, **settings})
+
+
+def test_the_plan_knows_how_much_lies_there_at_one_time(ready: Ready) -> None:
+    whole, bounded = ready("whole", None), ready("bounded", 3)
+    plans = [plan_features(config) for config in (whole, bounded)]
+    assert [plan.shards for plan in plans] == [12, 12]
+    assert plans[1].storage_bytes == round(plans[0].storage_bytes * 3 / 12)
+    assert any("at most 3 shards at one time" in line for line in plans[1].basis)
+    training = plan_train(bounded, plans[1])
+    assert training.state == "not started"
+    assert any("windows: 12 of 1 shards" in line for line in training.basis)
 
 
 def test_a_window_is_half_of_what_may_lie_there_or_all() -> None:
