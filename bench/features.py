@@ -42,8 +42,7 @@ import torch
 
 from bench.report import ROOT, median_ratio, medians, peak_gigabytes, publish, rounded, turns
 from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSection, parse
-from pipeline.features.capture import LocalStates, capture_shard
-from pipeline.features.packing import cut, into_forwards
+from pipeline.features.capture import LocalStates, capture_shard, into_forwards
 from pipeline.features.writer import ShardWriter
 from pipeline.learning.batches import ReadAhead, Schedule
 from pipeline.learning.corpus import survey
@@ -51,6 +50,7 @@ from pipeline.prompts import load_prompts
 from pipeline.prompts.demo_sets import prompt_set
 from pipeline.records import Message, Sample, SamplingParams, Shard, Span
 from pipeline.store.manifest import stage_location
+from pipeline.store.parts import cut
 from pipeline.store.shards import SHARDS, ShardCache
 from pipeline.store.stage_run import open_stage
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions

@@ -206,8 +206,8 @@ def _step(step: str, folder: str) -> None:
 
 
 def _resume(config, stage: str) -> None:  # type: ignore[no-untyped-def]
-    from pipeline.features.packing import parts_of
     from pipeline.store.manifest import read_manifest, stage_location
+    from pipeline.store.parts import parts_of
     from pipeline.store.stage_run import make_shards, open_stage
     from pipeline.synth.select import find_selection
 

@@ -51,7 +51,13 @@ def run(config: RunConfig, *stages: Stage) -> list[Manifest]:
 
     Raises Eagle3Error for whatever the user can fix.
     """
-    return [runtime.run(config, stage) for stage in stages or STAGES]
+    manifests = []
+    for stage, *beside in config.in_turn(stages or STAGES):
+        if beside:
+            manifests += runtime.run_side_by_side(config, (stage, *beside))
+        else:
+            manifests.append(runtime.run(config, stage))
+    return manifests
 
 
 def open_engine(

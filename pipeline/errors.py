@@ -10,6 +10,7 @@
     ├── HeadError              a head directory that is incomplete or does not fit
     ├── StoreError             a run directory that cannot be read or written
     │   ├── CorruptShard       bytes that do not match their checksum or layout
+    │   │   └── ConsumedShard  a training that follows features is past it, and has deleted it
     │   ├── MissingStage       the parent stage has not been begun
     │   │   └── UnfinishedStage  it has been begun, others may be at work on it (75)
     │   ├── StageConflict      finished or begun work that belongs to another config or parent
@@ -17,6 +18,7 @@
     │   ├── TakenOver          another attempt goes on with what this process had claimed (75)
     │   └── StoreUnavailable   an outage that was longer than the retries (75)
     ├── WorkersDied            the processes that should share a stage's work end early (75)
+    ├── StageEnded             a stage that ran beside another one failed, with its exit code
     ├── EndpointError          a server that is asked something refuses it, or replies otherwise
     │   └── EndpointsUnavailable  none has answered for too long, or the quota is used up (75)
     ├── LostProcess            another process of the launcher has ended (75)
@@ -97,6 +99,10 @@ class CorruptShard(StoreError):
     """A shard's bytes do not match its checksum or its layout."""
 
 
+class ConsumedShard(CorruptShard):
+    """States that are there no more: a checkpoint is past them, and they were to be deleted."""
+
+
 class MissingStage(StoreError):
     """The stage that this one reads from has no manifest."""
 
@@ -133,6 +139,14 @@ class WorkersDied(Eagle3Error):
     """Processes on other machines that should do the work are gone, or cannot be reached."""
 
     exit_code = 75
+
+
+class StageEnded(Eagle3Error):
+    """A stage that was to run beside another one has ended early, after a line of its own."""
+
+    def __init__(self, problem: str, *, where: str, fix: str, exit_code: int = 1) -> None:
+        super().__init__(problem, where=where, fix=fix)
+        self.exit_code = exit_code
 
 
 class EndpointError(Eagle3Error):

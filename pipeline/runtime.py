@@ -8,6 +8,9 @@ the stage when all are committed (store/claims.py).
     actors        ├─► stage.run ── claim ── make ── commit ──┐            the model loaded once,
                   └─► stage.run ── claim ── make ── commit ──┴─► store    no more claimed than held
 
+Where training follows features (train.follow), both are started together, as processes of their
+own; when one fails, the other is ended as well.
+
 An actor is a process that runs the stage, like one started by hand. Ray places it, reports when it
 died, and carries its error back; its claims are in the store, so that actors, pods and processes
 started by hand can share one stage, and a driver that is killed loses nothing.
@@ -16,25 +19,34 @@ started by hand can share one stage, and a driver that is killed loses nothing.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from pipeline.config import RunConfig, take_settings
-from pipeline.console import notice, progress_bar
+from pipeline.console import notice, on_terminal, output, progress_bar
 from pipeline.errors import (
     ConfigError,
     Eagle3Error,
     MissingPackage,
+    StageEnded,
     WorkersDied,
     memory_cause,
     out_of_memory,
 )
 from pipeline.records import Manifest, Stage
-from pipeline.store.manifest import find_manifest, stage_location
+from pipeline.store.manifest import find_manifest, read_manifest, stage_location
 from pipeline.store.shards import SHARDS, committed
+from pipeline.store.stage_run import open_stage
 from pipeline.telemetry import metrics_of
 
 #: The package of each stage; `eval` would shadow a builtin.
@@ -46,6 +58,8 @@ ROOMS: dict[Stage, str] = {
 }
 #: Stages of many shards, which any number of processes can share.
 SHARED: tuple[Stage, ...] = ("synth", "features")
+#: Seconds between two looks at the processes of stages.
+_CHILDREN = 0.2
 #: Seconds between two listings of the store.
 _POLL = 2.0
 #: Seconds to reach a cluster's port.
@@ -69,6 +83,53 @@ def run(config: RunConfig, stage: Stage) -> Manifest:
                 raise
             raise out_of_memory(cause, where=stage) from error
     return manifest
+
+
+def run_side_by_side(config: RunConfig, stages: Sequence[Stage]) -> list[Manifest]:
+    """Run `stages` in processes of their own; when one fails, or this one is stopped, all end.
+
+    Raises StageEnded with the exit code of the first that failed.
+    """
+    uri = config.run.uri
+    open_stage(config, "features", read_manifest(uri, "synth"))  # training looks at what it holds
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        json.dump(config.model_dump(mode="json"), file)  # which is YAML
+        file.flush()
+        running = {stage: _start_stage(stage, file.name) for stage in stages}
+        try:
+            while running:
+                time.sleep(_CHILDREN)
+                for stage, process in list(running.items()):
+                    code = process.poll()
+                    if code:
+                        problem = f"{stage} ended with exit code {code}; its error is above"
+                        fix = "see there, and run the same command again"
+                        code = 128 - code if code < 0 else code
+                        raise StageEnded(problem, where=uri, fix=fix, exit_code=code)
+                    if code == 0:
+                        del running[stage]
+        finally:
+            for process in running.values():
+                process.terminate()
+            for process in running.values():
+                process.wait()
+    return [read_manifest(uri, stage) for stage in stages]
+
+
+def _start_stage(stage: Stage, config: str) -> subprocess.Popen[str]:
+    """Its lines are passed on one by one: two bars would draw over each other."""
+    pipe = subprocess.PIPE if on_terminal() else None
+    words = [sys.executable, "-m", "pipeline.cli", stage, "-c", config]
+    process = subprocess.Popen(words, stdout=pipe, text=True)
+    if process.stdout is not None:
+        threading.Thread(target=_pass_on, args=(process.stdout,), daemon=True).start()
+    return process
+
+
+def _pass_on(lines: Iterable[str]) -> None:
+    for line in lines:
+        output.write(line)
+        output.flush()
 
 
 class Worker:

@@ -37,6 +37,7 @@ SLOW = (
     "features/test_tensor_parallel.py",
     "train/test_stage.py",
     "train/test_resume.py",
+    "train/test_follow.py",
     "train/test_acceptance.py",
     "decoder/test_engine.py",
     "decoder/ops/test_lossless.py",

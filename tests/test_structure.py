@@ -83,6 +83,7 @@ SEAMS = {
     "pipeline.cli.pii_score": "a command",
     "pipeline.exchange.imports": "a command",
     "pipeline.exchange.inspect": "a command",
+    "pipeline.train.follow": "a corpus that is not all there, beside the one that is",
     "pipeline.store.gc": "a command",
     "pipeline.store.verify": "a command",
     "pipeline.server.start": "a command",

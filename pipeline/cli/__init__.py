@@ -50,7 +50,7 @@ from pipeline.errors import ConfigError, Eagle3Error, is_out_of_memory, memory_c
 from pipeline.planning.decode import DecodePlan, MachineRates, parse_acceptance, plan_on_paper
 from pipeline.records import STAGES, Plan, Stage, ZeroMemory
 from pipeline.reports import report_schema
-from pipeline.runtime import ROOMS, run
+from pipeline.runtime import ROOMS, run, run_side_by_side
 from pipeline.store.manifest import find_manifest
 
 if TYPE_CHECKING:
@@ -78,9 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code: int = arguments.handler(arguments)
                 return code
             config, stages = _load_stages(arguments)
-            for stage in stages:
+            for stage, *beside in config.in_turn(stages):
                 arguments.stage = stage  # names the stage in errors
-                run(config, stage)
+                if beside:
+                    run_side_by_side(config, (stage, *beside))
+                else:
+                    run(config, stage)
             return 0
     except Eagle3Error as error:
         cause = memory_cause(error)
@@ -388,6 +391,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     stages = ", ".join(check.finished) or "no finished stage"
     size = f"{check.shards:,} shards and {check.files:,} other files"
     size += f", {readable_bytes(check.bytes)}"
+    size += f"; {check.consumed:,} shards of states consumed by training" if check.consumed else ""
     print(f"sound: {stages}; {size}{unfinished}{target}")
     return 0
 

@@ -272,6 +272,10 @@ class FeaturesSection(Section):
     encoding: Literal["bf16", "fp8", "int8"] = "int8"
     """Storage type of aux and final states; docs/states-format.md has the size, the error and the
     cost in τ of each."""
+    keep_shards: int | None = Field(None, ge=2)
+    """At most so many shards of states lie in the run at one time, while training follows
+    (train.follow): it trains on half of them, or on all if they are no more, as the next half is
+    made, and deletes those that a checkpoint is past. None: all stay."""
     supervise: Supervise = "replies"
     """Tokens whose teacher, the final state before them, is stored, and that training learns from:
     those that the target generated, or prompts too."""
@@ -340,6 +344,29 @@ class RunConfig(Section):
     """What a cluster gives to the stages; part of no hash."""
     plan: PlanSection = PlanSection()
     """What `--plan` reckons with."""
+
+    @model_validator(mode="after")
+    def _is_followed_where_shards_are_deleted(self) -> RunConfig:
+        keep, follows = self.features.keep_shards, self.train.follow
+        if keep is not None and not follows:
+            raise ValueError(
+                "features.keep_shards waits for training to make room; set train.follow=true"
+            )
+        if follows and keep is None:
+            raise ValueError(
+                "train.follow needs to know how many shards stay; set features.keep_shards"
+            )
+        return self
+
+    def in_turn(self, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
+        """`stages` one by one, but features together with a training that follows it."""
+        turns: list[tuple[Stage, ...]] = []
+        for stage in stages:
+            if self.train.follow and stage == "train" and turns[-1:] == [("features",)]:
+                turns[-1] = ("features", "train")
+            else:
+                turns.append((stage,))
+        return turns
 
     def section_hash(self, stage: Stage) -> str:
         """Hash of `shaping`."""

@@ -156,6 +156,9 @@ class TrainSection(Section):
     """Temperature of the teacher's softmax; below 1 it nears the target's greedy choice."""
     train_lm_head: bool = True
     """False keeps lm_head as it started."""
+    follow: bool = False
+    """Train while features are made: on half of features.keep_shards at a time, epochs passes over
+    each half before the next (docs/training.md); states that a checkpoint is past are deleted."""
     data_tokens: int | None = Field(None, gt=0)
     """Train on samples drawn with run.seed until they have so many tokens; None: on all."""
     epochs: int = Field(3, gt=0)
@@ -243,6 +246,15 @@ class TrainSection(Section):
     def _steps_whole_matrices(self) -> TrainSection:
         if self.optimizer == "muon" and self.zero_stage:
             raise ValueError("optimizer muon needs whole matrices, which ZeRO cuts: zero_stage 0")
+        return self
+
+    @model_validator(mode="after")
+    def _follows_to_the_end(self) -> TrainSection:
+        if self.follow and self.max_steps:
+            raise ValueError(
+                "follow trains on all states, max_steps would leave some unread; "
+                "leave it out, or set data_tokens"
+            )
         return self
 
     @property

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +35,6 @@ from pipeline.errors import (
     brief,
     is_out_of_memory,
 )
-from pipeline.features.packing import into_forwards
 from pipeline.records import Arithmetic, Manifest, Sample, Span, TargetContract
 from pipeline.store.manifest import manifest_where
 from pipeline.store.states import StatesSample, teacher_positions
@@ -295,6 +294,27 @@ def _say_out_of_memory(error: Exception, samples: int, tokens: int, *, halved: b
         raise OutOfMemory(f"{problem}: {brief(error)}", where=where, fix=fix) from error
     text = f"out of memory with features.batch_tokens={tokens}: the rest of the shard in halves"
     notice("features", text, batch_tokens=tokens)
+
+
+def into_forwards(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Numbers of samples of like length, `batch_tokens` together; a longer one goes alone.
+
+        a shard     [▢▢▢ ▢▢ ▢▢▢▢]
+        forwards    [▢▢▢▢][▢▢▢ ▢▢]      the longest first
+
+    States are put back into the shard's order. The most memory is needed by the first forward of a
+    shard, not by some later one.
+    """
+    batch: list[int] = []
+    tokens = 0
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        if batch and tokens + lengths[number] > batch_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(number)
+        tokens += lengths[number]
+    if batch:
+        yield batch
 
 
 def supervised_mask(sample: Sample) -> Tensor:

@@ -56,6 +56,8 @@ class _Size(NamedTuple):
     token: float
     teacher: int
     total: int
+    shards: int
+    together: int  # bytes of those that lie in the run at one time
 
 
 def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
@@ -81,7 +83,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
             basis=("the samples do not exist yet: run `eagle3 synth` first",),
         )
     size = _size(config, target.hidden, target.vocabulary, samples)
-    shards = expected_shards(config, samples.shards)
+    shards, keep = size.shards, config.features.keep_shards
     memory = _memory(config, target, samples)
     basis: tuple[str, ...] = (
         f"storage: {size.token:,.0f} bytes a token and {size.teacher:,} for each of "
@@ -91,14 +93,19 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     )
     if manifest and config.features.backend == "vllm":
         layers = layers_in_vllm(manifest.contract.capture_layers, target.layers)
-        basis = *basis, f"server: {serve_command(config, layers)}"
+        basis += (f"server: {serve_command(config, layers)}",)
+    if keep is not None and keep < shards:
+        basis += (
+            f"at most {keep:,} shards at one time, of {size.total / 1e6:,.1f} MB in all: training "
+            "follows, and those that it is past are deleted",
+        )
     return Plan(
         stage="features",
         state=_state(config, manifest, shards) if manifest else "waiting for synth",
         records=samples.rows,
         tokens=samples.tokens,
         supervised_tokens=samples.supervised,
-        storage_bytes=size.total,
+        storage_bytes=size.together,
         shards=shards,
         objects=_OBJECTS_PER_SHARD * shards + _OTHER_OBJECTS,
         peak_memory_bytes=sum(memory.values()),
@@ -150,7 +157,8 @@ def require_space(config: RunConfig) -> None:
         return
     contract = parent.contract
     size = _size(config, contract.hidden_size, contract.vocab_size, _Samples.of(parent))
-    missing = size.total - sum(location.child(SHARDS).sizes().values())
+    there = sum(location.child(SHARDS).sizes().values())
+    missing = size.together - there
     directory = location.local_path(".").absolute()
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
@@ -176,7 +184,9 @@ def _size(config: RunConfig, hidden: int, vocabulary: int, samples: _Samples) ->
     shard = _HEADER_BYTES + (2 * (layers + 1) * hidden if encoding == "int8" else 0)
     states = samples.tokens * token + _teachers(config, samples) * row
     shards = expected_shards(config, samples.shards)
-    return _Size(token, row, round(states + samples.rows * _SAMPLE_BYTES + shards * shard))
+    total = round(states + samples.rows * _SAMPLE_BYTES + shards * shard)
+    keep = min(shards, config.features.keep_shards or shards)
+    return _Size(token, row, total, shards, round(total * keep / max(1, shards)))
 
 
 def _teachers(config: RunConfig, samples: _Samples) -> int:

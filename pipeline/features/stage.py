@@ -1,6 +1,6 @@
 """Features as a paragraph: read the samples of a shard, capture, commit; finish.
 
-What the shards are follows from the manifest of synth alone (packing.py), so any number of
+What the shards are follows from the manifest of synth alone (store/parts.py), so any number of
 processes share them, and a restart reads no sample of a committed one. Shards are written in the
 background (writer.py): the states of at most four are in memory. audit.json, from the shards'
 entries, says how far replies agree with the teacher.
@@ -17,10 +17,10 @@ from typing import Any
 from pipeline.config import RunConfig, take_settings
 from pipeline.console import notice, progress_bar
 from pipeline.errors import DataError
-from pipeline.features.packing import Part, parts_of
 from pipeline.features.plan import require_space
 from pipeline.records import STATES_FORMAT, Manifest
 from pipeline.store.manifest import read_manifest, stage_location
+from pipeline.store.parts import Part, parts_of
 from pipeline.store.shards import reading_tallies
 from pipeline.store.stage_run import StageRun, make_shards, open_stage
 from pipeline.target.agreement import CAUSES, Agreement, problem_of
@@ -92,7 +92,8 @@ def _make(
 
         failed = True
         try:
-            make_shards(stage_run, list(parts), config.run, make, others)
+            keep = config.features.keep_shards
+            make_shards(stage_run, list(parts), config.run, make, others, keep=keep)
             failed = False
         finally:
             if capture:

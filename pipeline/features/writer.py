@@ -19,9 +19,9 @@ import torch
 
 from pipeline.config import RunConfig
 from pipeline.features.capture import Rendering, capture_shard, check_replies, load_matching_target
-from pipeline.features.packing import Part, cut, parts_of
 from pipeline.records import Manifest, Sample, Shard, TargetContract
 from pipeline.store.manifest import stage_location
+from pipeline.store.parts import Part, cut, parts_of
 from pipeline.store.samples import read_samples
 from pipeline.store.stage_run import StageRun
 from pipeline.store.states import Encoding, StatesSample, encode_states

@@ -97,7 +97,7 @@ def _kubernetes(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, str]:
             user=USER,
             secret=SECRET,
         )
-    names = [(stage, f"{prefix}-{stage}") for stage in stages]
+    names = [[(stage, f"{prefix}-{stage}") for stage in group] for group in config.in_turn(stages)]
     return {**files, "apply.sh": _fill("apply.sh.j2", stages=names)}
 
 
@@ -131,7 +131,7 @@ def _slurm(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, str]:
             repeat=(TRY_AGAIN, INTERRUPTED, _KILLED_BY_SIGTERM),
             attempts=_ATTEMPTS,
         )
-    return {**files, "submit.sh": _fill("submit.sh.j2", stages=stages)}
+    return {**files, "submit.sh": _fill("submit.sh.j2", stages=config.in_turn(stages))}
 
 
 def _slurm_command(config: RunConfig, stage: Stage) -> str:

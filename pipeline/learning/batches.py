@@ -80,7 +80,11 @@ def shards_together(sizes: Sequence[int]) -> int:
 class Schedule:
     """Batches of all epochs, packed to at most `budget` tokens.
 
-    The pieces of `together` shards are shuffled with each other.
+    The pieces of `together` shards are shuffled with each other. With a `window`, all epochs pass
+    over so many shards before the next ones; without, over all:
+
+        window 2, epochs 2    shards  a b │ b a │ d c │ c d │ e │ e
+                              pass     0     1     2     3    4   5
     """
 
     def __init__(
@@ -91,13 +95,18 @@ class Schedule:
         seed: int,
         epochs: int,
         together: int = SHUFFLED_SHARDS,
+        window: int | None = None,
     ) -> None:
         assert all(piece.length <= budget for piece in pieces), "pieces were cut for another budget"
-        self._together = together
-        self._pieces, self._budget, self._seed = pieces, budget, seed
+        self._together, self._epochs = together, epochs
+        self._budget, self._seed = budget, seed
+        by_window: dict[int, list[Piece]] = {0: []}
+        for piece in pieces:
+            by_window.setdefault(piece.shard // window if window else 0, []).append(piece)
+        self._pieces = [by_window.get(number, []) for number in range(max(by_window) + 1)]
         self._tokens = sum(piece.length for piece in pieces)
         self._cached: tuple[int, list[list[Piece]]] | None = None
-        sizes = [len(self._epoch(epoch)) for epoch in range(epochs)]
+        sizes = [len(self._pass(number)) for number in range(epochs * len(self._pieces))]
         self._ends = list(accumulate(sizes))
 
     def __len__(self) -> int:
@@ -107,23 +116,37 @@ class Schedule:
     @property
     def fill(self) -> float:
         """Share of the batches' token budget that holds tokens."""
-        return self._tokens * len(self._ends) / (len(self) * self._budget)
+        return self._tokens * self._epochs / (len(self) * self._budget)
+
+    @property
+    def windows(self) -> int:
+        """How many there are; shards after the last piece's are in none."""
+        return len(self._pieces)
 
     def locate(self, number: int) -> tuple[int, int]:
-        """TrainBatch number → (epoch, index in it)."""
-        epoch = bisect_right(self._ends, number)
-        return epoch, number - (self._ends[epoch - 1] if epoch else 0)
+        """TrainBatch number → (pass, index in it); a pass is an epoch, of a window if there are."""
+        done = bisect_right(self._ends, number)
+        return done, number - (self._ends[done - 1] if done else 0)
+
+    def window(self, number: int) -> int:
+        """That of batch `number`; of one after the last batch `windows`."""
+        return self.locate(number)[0] // self._epochs
+
+    def window_end(self, window: int) -> int:
+        """Number of the first batch after `window`."""
+        return self._ends[(window + 1) * self._epochs - 1]
 
     def batch(self, number: int) -> list[Piece]:
         """Pieces of batch `number`, counted over all epochs."""
-        epoch, index = self.locate(number)
-        return self._epoch(epoch)[index]
+        passes, index = self.locate(number)
+        return self._pass(passes)[index]
 
-    def _epoch(self, epoch: int) -> list[list[Piece]]:
-        if self._cached is None or self._cached[0] != epoch:
-            draw = random.Random(f"{self._seed}/{epoch}")
-            order = shuffle(self._pieces, draw, together=self._together)
-            self._cached = (epoch, list(pack(order, self._budget)))
+    def _pass(self, number: int) -> list[list[Piece]]:
+        if self._cached is None or self._cached[0] != number:
+            draw = random.Random(f"{self._seed}/{number}")
+            pieces = self._pieces[number // self._epochs]
+            order = shuffle(pieces, draw, together=self._together)
+            self._cached = (number, list(pack(order, self._budget)))
         return self._cached[1]
 
 

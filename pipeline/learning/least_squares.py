@@ -41,7 +41,7 @@ def labels_needed(hidden_size: int) -> int:
 class FirstBatches:
     """The batches that training begins with, until they have so many tokens, or labels.
 
-    Of the first epoch only: the next one's labels are the same. Read anew each time.
+    Of the first pass only: the next one's labels are the same. Read anew each time.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class FirstBatches:
 
     def __iter__(self) -> Iterator[TrainBatch]:
         tokens = labels = 0
+        first, _ = self._schedule.locate(0)
         for number in range(len(self._schedule)):
             enough = labels >= self._labels if self._tokens is None else tokens >= self._tokens
-            if enough or self._schedule.locate(number)[0] > 0:
+            if enough or self._schedule.locate(number)[0] > first:
                 break
             batch = read_batch(self._corpus, self._schedule.batch(number))
             tokens, labels = tokens + batch.trained_tokens, labels + len(batch.labels)

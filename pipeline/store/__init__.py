@@ -5,6 +5,7 @@ backend.py     what a Location needs from disk.py (a local disk) and remote.py (
 shards.py      one committed file and its entry; remote shards in a cache on the local disk
 manifest.py    begin.json, manifest.json, report.json
 stage_run.py   a stage's directory: begin, claim, commit, finish, resume
+parts.py       which samples share a shard of states
 samples.py     samples and selected prompts ⇄ Parquet
 states.py      states ⇄ safetensors (the layout is drawn in docs/states-format.md)
 encodings.py   bf16, fp8 and int8 rows of states

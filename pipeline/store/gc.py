@@ -6,6 +6,7 @@
     unselected prompts files of synth's prompts/ that selection.json does not name
     needless prompts   all of prompts/ once synth has its manifest: they were not screened
     needless claims    those on shards of a finished stage
+    consumed states    files of shards that training is past, killed before it had deleted them
     unmarked files     of train's checkpoints/, which no marker there names
 
 Committed data — what a manifest lists, or an entry or an unfinished stage's selection names — is
@@ -28,7 +29,14 @@ from pipeline.store.backend import FileInfo
 from pipeline.store.location import Location
 from pipeline.store.manifest import BEGIN, CHECKPOINTS, MANIFEST, find_manifest, stage_location
 from pipeline.store.samples import PROMPTS, SELECTION, find_selection
-from pipeline.store.shards import ENTRY, SHARDS, committed, read_entries
+from pipeline.store.shards import (
+    ENTRY,
+    SHARDS,
+    committed,
+    consumed_files,
+    read_consumed,
+    read_entries,
+)
 from pipeline.store.stage_run import CLAIMS
 
 _Clock = Callable[[], float]
@@ -110,10 +118,13 @@ def _shards(run_uri: str, stage: Stage, now: _Clock, *, begun: bool) -> Iterator
     entries = [] if manifest else read_entries(folder, committed(folder.names()))
     shards = manifest.shards if manifest else [entry.shard for entry in entries]
     referenced = {shard.path for shard in shards}
+    consumed = set(consumed_files(files, read_consumed(stage_location(run_uri, stage))))
     for name, info in files.items():
         if not begun:
             reason = "of a stage with neither begin.json nor manifest"
             yield _orphan(folder, name, info, reason, now)
+        elif name in consumed:
+            yield _orphan(folder, name, info, "states that training has consumed", now)
         elif not name.endswith(ENTRY) and name not in referenced:
             yield _orphan(folder, name, info, "shard without an entry", now)
 

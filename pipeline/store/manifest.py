@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import AwareDatetime, Field
 
@@ -26,6 +26,7 @@ from pipeline.records import (
     Stage,
     StoredFile,
     canonical_json,
+    digest,
     json_object,
     stored_file,
     take_checksum,
@@ -116,6 +117,17 @@ def read_manifest(run_uri: str, stage: Stage) -> Manifest:
     return manifest
 
 
+class Awaited(NamedTuple):
+    """A parent that is not finished: what it is made from stands for what it will be."""
+
+    stage: Stage
+    content_hash: str
+
+    @classmethod
+    def of(cls, begun: Begin) -> Awaited:
+        return cls(begun.stage, digest([begun.config_hash, begun.parent_hash, begun.made_with]))
+
+
 class Begin(Record):
     """What decides a stage's output: only work on equal inputs is continued."""
 
@@ -136,7 +148,7 @@ class Begin(Record):
         cls,
         config: RunConfig,
         stage: Stage,
-        parent: Manifest | None,
+        parent: Manifest | Awaited | None,
         made_with: Mapping[str, str],
         clock: datetime | None = None,
     ) -> Begin:

@@ -29,6 +29,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from pipeline.errors import CorruptShard, DataError
@@ -88,6 +90,37 @@ def read_samples(location: Location, shard: Shard) -> list[Sample]:
     """The samples of one shard of the stage at `location`, after checking its bytes."""
     where = location.child(SHARDS).where(shard.path)
     return decode_samples(read_shard(location, shard), where)
+
+
+class SampleTokens(NamedTuple):
+    """Of a sample what its states rest on."""
+
+    sample_id: str
+    source: str
+    token_ids: NDArray[np.int32]  # [T]
+    supervised: tuple[tuple[int, int], ...]  # half-open ranges
+
+
+def read_tokens(location: Location, shard: Shard) -> list[SampleTokens]:
+    """As `read_samples`, ids and supervised ranges alone, which takes a fraction of the time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    where = location.child(SHARDS).where(shard.path)
+    columns = ["sample_id", "source", "token_ids", "supervised"]
+    try:
+        table = pq.read_table(io.BytesIO(read_shard(location, shard)), columns=columns)
+        ids, sources = (table[name].to_pylist() for name in columns[:2])
+        tokens = table["token_ids"].combine_chunks()
+        supervised = [
+            tuple((span["start"], span["end"]) for span in spans)
+            for spans in table["supervised"].to_pylist()
+        ]
+        arrays = [tokens[row].values.to_numpy() for row in range(len(tokens))]
+    except (pa.ArrowException, OSError, KeyError, TypeError, AttributeError) as error:
+        problem = f"not a readable Parquet file: {' '.join(str(error).split())[:200]}"
+        raise CorruptShard(problem, where=where, fix=_FIX) from None
+    return list(map(SampleTokens, ids, sources, arrays, supervised))
 
 
 def check_supervised(supervised: int, tokens: int, *, where: str, fix: str) -> None:

@@ -11,6 +11,11 @@ shard. The manifest that lists the shard follows when all are committed:
     write ──► size and checksum as the store reports them ──► entry ──► … ──► manifest
       └ killed here: an orphan, for `eagle3 gc`     └ killed from here on: committed, left as it is
 
+States that a training has followed (train.follow) are deleted once a checkpoint is past them. Their
+entries stay, and a record, which is there before the first of them goes, names them:
+
+    checkpoint ──► <stage>/consumed/000016.json ──► the files of the first 16 shards are deleted
+
 Remote shards are read from a cache on the local disk:
 
     $XDG_CACHE_HOME/eagle3/shards/<sha256 of the shard>/shards/<name>   like a stage's directory
@@ -27,6 +32,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import time
@@ -38,8 +44,18 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from pipeline.documents import parse_json
-from pipeline.errors import CorruptShard, StoreError
-from pipeline.records import Arithmetic, Shard, StoredFile, canonical_json, stored_file
+from pipeline.errors import ConsumedShard, CorruptShard, StoreError
+from pipeline.records import (
+    Arithmetic,
+    Record,
+    Shard,
+    StoredFile,
+    canonical_json,
+    json_object,
+    sealed_json,
+    stored_file,
+    take_checksum,
+)
 from pipeline.store.backend import Checksum, FileInfo, explain_os_error
 from pipeline.store.disk import is_temporary, replace_file
 from pipeline.store.location import Location
@@ -48,6 +64,10 @@ from pipeline.telemetry import count_shard
 #: Directory of the shards inside a stage's directory.
 SHARDS = "shards"
 ENTRY = ".entry.json"
+#: Directory, inside a stage's, of the records of what was consumed.
+CONSUMED = "consumed"
+#: What tells the file of one attempt at a shard from another's: the shard's name is all the rest.
+_ATTEMPT = re.compile(r"\.[0-9a-f]{16}(?=\.\w+$)")
 #: Entries that are read at one time; each is one request to a remote store.
 _CONCURRENT_READS = 16
 #: Entries in memory while they are summed up.
@@ -67,10 +87,73 @@ class Entry(NamedTuple):
     tallies: Mapping[str, Any] = MappingProxyType({})
 
 
+class Consumed(Record):
+    """`consumed/000016.json`: the first 16 shards of the stage, by name, are not needed again."""
+
+    shards: tuple[str, ...]  # those that no earlier record names
+    step: int  # of training's checkpoint that is past them
+
+
+def consumed_count(location: Location) -> int:
+    """How many shards of the stage at `location` are consumed, from the front; one listing."""
+    return max(map(_count_of, location.child(CONSUMED).names()), default=0)
+
+
+def last_consumed(location: Location) -> tuple[int, int]:
+    """`consumed_count`, and the step of the checkpoint that was past them; 0 without any."""
+    count, folder = consumed_count(location), location.child(CONSUMED)
+    return count, _read_record(folder, f"{count:06d}.json").step if count else 0
+
+
+def read_consumed(location: Location) -> set[str]:
+    """Names of the consumed shards of the stage at `location`. Raises CorruptShard."""
+    folder = location.child(CONSUMED)
+    return {name for file in folder.names() for name in _read_record(folder, file).shards}
+
+
+def consume(location: Location, names: Sequence[str], *, before: int, step: int) -> None:
+    """Record that the shards `names`, the first of the stage, are consumed, and delete their files.
+
+    All but `before` of them, which have a record. The caller's checkpoint of `step` is stored.
+    """
+    if before < len(names):
+        record = Consumed(shards=tuple(names[before:]), step=step)
+        data = sealed_json(record.model_dump(mode="json"))
+        location.child(CONSUMED).create(f"{len(names):06d}.json", data)
+    folder = location.child(SHARDS)
+    for file in consumed_files(folder.names(), set(names)):
+        folder.delete(file)
+
+
+def consumed_files(files: Iterable[str], consumed: Container[str]) -> list[str]:
+    """Of the `files` of a shards' directory those of all attempts at `consumed` shards."""
+    return [
+        file for file in files if not file.endswith(ENTRY) and _ATTEMPT.sub("", file) in consumed
+    ]
+
+
+def check_record(data: bytes, where: str) -> Consumed:
+    """The record in the file `where`. Raises CorruptShard for another than was written."""
+    fix = "restore the file; the shards that it names are gone without it"
+    fields = json_object(data, where=where, fix=fix)
+    if not take_checksum(fields, data, where=where, fix=fix):
+        raise CorruptShard("has no checksum", where=where, fix=fix)
+    return Consumed.from_fields(fields, where=where, fix=fix)
+
+
+def _read_record(folder: Location, file: str) -> Consumed:
+    return check_record(folder.read(file), folder.where(file))
+
+
+def _count_of(file: str) -> int:
+    stem = file.removesuffix(".json")
+    return int(stem) if stem.isdecimal() else 0
+
+
 def verify_shard(location: Location, shard: Shard) -> None:
     """Check size and SHA-256 of one shard of the stage at `location`, in blocks.
 
-    Raises CorruptShard with the file and what differs.
+    Raises CorruptShard with the file and what differs, ConsumedShard for one that was consumed.
     """
     folder = _folder_of(location, shard)
     check_shard(location, shard, folder.size(shard.path), f"sha256:{folder.sha256(shard.path)}")
@@ -91,10 +174,17 @@ def committed_state(location: Location, expected: str) -> str:
 
 
 def verify_sizes(location: Location, shards: tuple[Shard, ...]) -> None:
-    """Check that all shards are there with their sizes, from one listing. Raises CorruptShard."""
+    """Check that all shards are there with their sizes, from one listing, or were consumed.
+
+    Raises CorruptShard.
+    """
     files = location.child(SHARDS).files() if shards else {}
+    # Its record is there before a file goes, so it is looked for after the files.
+    absent = any(shard.path not in files for shard in shards)
+    consumed = read_consumed(location) if absent else set()
     for shard in shards:
-        _check_info(location, shard, files.get(shard.path))
+        if shard.path in files or shard.name not in consumed:
+            _check_info(location, shard, files.get(shard.path))
 
 
 def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
@@ -176,13 +266,23 @@ def read_committed(
     """Entries of the committed shards `names` of the stage at `location`, in that order.
 
     Their files are compared with them, from one listing: sizes, and the checksums that a remote
-    store reports. Local files are read, except `trusted` ones. Raises CorruptShard.
+    store reports. Local files are read, except `trusted` ones. Of consumed shards there is the
+    entry alone. Raises CorruptShard.
     """
     folder = location.child(SHARDS)
     files = folder.files() if names else {}
+    consumed = read_consumed(location)
 
     def read(name: str) -> Entry:
         entry = read_entry(folder, name + ENTRY)
+        try:
+            return entry if name in consumed else check(name, entry)
+        except StoreError:
+            if name not in read_consumed(location):  # or it was consumed meanwhile
+                raise
+            return entry
+
+    def check(name: str, entry: Entry) -> Entry:
         path = entry.shard.path
         # A listing may have passed by a file that was committed while it was made.
         listed = files.get(path) or folder.info_if_there(path)
@@ -242,14 +342,14 @@ def _folder_of(location: Location, shard: Shard) -> Location:
     """The directory of the shards. Raises CorruptShard where `shard` is not in it."""
     folder = location.child(SHARDS)
     if not folder.exists(shard.path):
-        raise _corrupt(location, shard, "the file is missing")
+        raise _missing(location, shard)
     return folder
 
 
 def _check_info(location: Location, shard: Shard, info: FileInfo | None) -> FileInfo:
     """`info` of a listing. Raises CorruptShard where the file is missing or has another size."""
     if info is None:
-        raise _corrupt(location, shard, "the file is missing")
+        raise _missing(location, shard)
     check_size(location, shard, info.size)
     return info
 
@@ -273,6 +373,14 @@ def check_shard(
 def _shown(checksum: str) -> str:
     kind, value = checksum.split(":")
     return f"SHA-256 {value[:16]}…" if kind == "sha256" else checksum
+
+
+def _missing(location: Location, shard: Shard) -> CorruptShard:
+    if shard.name not in read_consumed(location):
+        return _corrupt(location, shard, "the file is missing")
+    problem = "was consumed: training is past it, and features.keep_shards had it deleted"
+    fix = "make the states again under another run.uri=…"
+    return ConsumedShard(problem, where=f"{location.uri}/{SHARDS}/{shard.path}", fix=fix)
 
 
 def _corrupt(location: Location, shard: Shard, problem: str) -> CorruptShard:

@@ -49,6 +49,7 @@ from pipeline.config import RunConfig, RunSection
 from pipeline.console import notice, one_line
 from pipeline.documents import parse_json
 from pipeline.errors import (
+    ConsumedShard,
     CorruptShard,
     Eagle3Error,
     StageConflict,
@@ -71,6 +72,7 @@ from pipeline.store.location import Location
 from pipeline.store.manifest import (
     BEGIN,
     MANIFEST,
+    Awaited,
     Begin,
     find_manifest,
     parse_manifest,
@@ -82,6 +84,7 @@ from pipeline.store.shards import (
     SHARDS,
     Entry,
     committed,
+    consumed_count,
     read_committed,
     read_entries,
     verify_shard,
@@ -104,7 +107,7 @@ _SOFTWARE = ("torch", "transformers", "triton", "safetensors", "pyarrow", "numpy
 def open_stage(
     config: RunConfig,
     stage: Stage,
-    parent: Manifest | None,
+    parent: Manifest | Awaited | None,
     *,
     made_with: Mapping[str, str] | None = None,
     clock: datetime | None = None,
@@ -327,12 +330,14 @@ class StageRun:
         rejected_extra: Mapping[str, int] | None = None,
         files: Iterable[str] = (),
         known: Mapping[str, StoredFile] | None = None,
+        parent_hash: str | None = None,
     ) -> Manifest:
         """Write the manifest of `shards`, by name, and of all other files that the stage wrote.
 
         Those are begin.json, entries, the `files` named, which are read here, and `known` ones by
-        path. `rejected_extra` counts what was rejected before any shard. A manifest that another
-        process has written stays if it describes the same output.
+        path. `rejected_extra` counts what was rejected before any shard. `parent_hash` is that of a
+        parent which was awaited when the stage was begun. A manifest that another process has
+        written stays if it describes the same output.
         """
         assert self.manifest is None, "the stage is finished"
         shards = tuple(self.shards[name] for name in sorted(self.shards))
@@ -346,7 +351,7 @@ class StageRun:
             stage=self.stage,
             config_hash=self._inputs.config_hash,
             parent_uri=self._parent_uri,
-            parent_hash=self._inputs.parent_hash,
+            parent_hash=parent_hash or self._inputs.parent_hash,
             contract=contract,
             shards=shards,
             rejected=dict(sorted(rejected.items())),
@@ -386,7 +391,7 @@ def _stored_at(location: Location, name: str) -> StoredFile:
     return location.size(name), location.sha256(name)
 
 
-def _open(config: RunConfig, inputs: Begin, parent: Manifest | None) -> StageRun:
+def _open(config: RunConfig, inputs: Begin, parent: Manifest | Awaited | None) -> StageRun:
     stage = inputs.stage
     location = stage_location(config.run.uri, stage)
     parent_uri = stage_location(config.run.uri, parent.stage).uri if parent else None
@@ -399,7 +404,8 @@ def _open(config: RunConfig, inputs: Begin, parent: Manifest | None) -> StageRun
         _refuse_other_inputs(location, finished.changes(inputs, config), "finished")
         verify_sizes(location, manifest.shards)  # from one listing
         for shard in manifest.shards if config.run.force else ():  # reads every byte
-            verify_shard(location, shard)
+            with suppress(ConsumedShard):
+                verify_shard(location, shard)
         return StageRun(location, inputs, parent_uri, committed=names, manifest=manifest)
     if begun is None:
         _refuse_unowned(location, names)
@@ -479,29 +485,46 @@ def make_shards(
     run: RunSection,
     make: Callable[[Iterator[str]], None],
     others: Callable[[set[str]], None] = lambda names: None,
+    *,
+    keep: int | None = None,
 ) -> None:
     """Have `make` commit those of the shards `names` that are this process's to make.
 
     With `run.shard` those are every n-th. Otherwise `make` gets the names that can be claimed,
     until all are committed by some process; it commits every name that it takes. `others` is called
     with the shards that other processes have committed meanwhile.
+
+    With `keep`, `make` gets a name only while at most so many shards are made and not consumed:
+
+        consumed    made, or being made    not before one more is consumed
+        a b c d     e f g h i j            k l m n …                        keep: 6
     """
-    if run.shard:
-        mine = (name for index, name in enumerate(names) if run.owns(index))
-        make(name for name in mine if name not in stage_run.committed)
-        return
-    wait, noticed = _Wait(run.claim_seconds), False
+    mine = [name for index, name in enumerate(names) if run.owns(index)] if run.shard else names
+    wait, said = _Wait(run.claim_seconds), ""
     with Claims(stage_run.location, run.claim_seconds) as claims:
-        while missing := sum(name not in stage_run.committed for name in names):
-            taken = _Taken(claims, stage_run, names)
-            make(iter(taken))
-            claims.release_all()
-            if taken.count:
-                wait = _Wait(run.claim_seconds)
+        while missing := [name for name in mine if name not in stage_run.committed]:
+            within = set(names)
+            if keep is not None:
+                within = set(names[: consumed_count(stage_run.location) + keep])
+            possible = [name for name in missing if name in within]
+            if run.shard:
+                make(iter(possible))
+                progress = len(possible)
             else:
-                if not noticed:
-                    notice(stage_run.stage, f"waiting for {missing} shards of other processes")
-                    noticed = True
+                taken = _Taken(claims, stage_run, possible)
+                make(iter(taken))
+                claims.release_all()
+                progress = taken.count
+            if progress:
+                wait, said = _Wait(run.claim_seconds), ""
+            else:
+                kind, text = "others", f"waiting for {len(missing)} shards of other processes"
+                if not possible:
+                    held = f"{keep} shards (features.keep_shards) lie in the run"
+                    kind, text = "full", f"the window is full: {held}; waiting for training"
+                if said != kind:
+                    notice(stage_run.stage, text)
+                    said = kind
                 wait.sleep()
             others(stage_run.refresh())
 

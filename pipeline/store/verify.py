@@ -11,9 +11,11 @@ the rest.
     shards, entries, begin.json, selection,     the manifest
     audit, datasheet, metrics, checkpoints,
     head, report.json
-    manifest.json, servers/*.json, report.html, the checksum in the file itself: pages and results
-    report.md                                   of servers are written after the manifest
+    manifest.json, servers/*.json, report.html, the checksum in the file itself: all but the first
+    report.md, consumed/*.json                  are written after the manifest
     checkpoints and metrics of a begun stage    the markers of the checkpoints; metrics by prefix
+
+States that training has consumed are gone: their entries, and the records that name them, are not.
 
 Checksums find damage and careless edits. They are no signatures: whoever may write the run can
 write all of them anew.
@@ -31,7 +33,13 @@ from typing import NamedTuple, Protocol
 
 from pipeline.console import ProgressBar, progress_bar
 from pipeline.documents import check_header, read_json
-from pipeline.errors import CorruptShard, Eagle3Error, MissingStage, StoreError
+from pipeline.errors import (
+    ConsumedShard,
+    CorruptShard,
+    Eagle3Error,
+    MissingStage,
+    StoreError,
+)
 from pipeline.records import (
     SEALED_SCHEMA,
     STAGES,
@@ -57,7 +65,16 @@ from pipeline.store.samples import (
     find_selection,
     load_prompt_shard,
 )
-from pipeline.store.shards import ENTRY, SHARDS, download_shard, read_entry, verify_shard
+from pipeline.store.shards import (
+    CONSUMED,
+    ENTRY,
+    SHARDS,
+    check_record,
+    download_shard,
+    read_consumed,
+    read_entry,
+    verify_shard,
+)
 from pipeline.store.stage_run import CLAIMS
 
 _PARENTS: dict[Stage, Stage] = {"features": "synth", "train": "features", "eval": "train"}
@@ -84,6 +101,7 @@ class RunCheck(NamedTuple):
     begun: tuple[Stage, ...]  # stages without a manifest; their committed shards were checked
     shards: int
     files: int  # others that were checked
+    consumed: int  # shards that training is past; their files need not be there
     bytes: int
     uncovered: tuple[str, ...]  # one line each: what is there and was not checked
 
@@ -101,7 +119,16 @@ class _StageCheck:
         with self.collecting():
             self.manifest = find_manifest(run_uri, stage)
         self.is_begun = self.manifest is None and not self.problems and self.location.exists(BEGIN)
-        self.shards = self.manifest.shards if self.manifest else tuple(self._entries())
+        shards = self.manifest.shards if self.manifest else tuple(self._entries())
+        self.consumed: set[str] = set()
+        if stage == "features" and (self.manifest or self.is_begun):
+            there = self.location.child(SHARDS).sizes()
+            with self.collecting():  # after the listing: a record is there before a file goes
+                self.consumed = read_consumed(self.location)
+            gone = self.consumed - {shard.name for shard in shards if shard.path in there}
+            shards = tuple(shard for shard in shards if shard.name not in gone)
+        #: Those whose files are there, or should be.
+        self.shards = shards
         self.selection: Selection | None = None
         if stage == "synth" and (self.manifest or self.is_begun):
             with self.collecting():
@@ -158,6 +185,7 @@ def verify_run(
         begun=tuple(check.stage for check in checks if check.is_begun),
         shards=sum(len(check.shards) for check in checks),
         files=sum(check.files for check in checks),
+        consumed=sum(len(check.consumed) for check in checks),
         bytes=size,
         uncovered=(
             *(line for check in checks for line in check.uncovered),
@@ -245,10 +273,24 @@ def _expect_file(location: Location, manifest: Manifest, path: str, *, is_there:
 
 
 def _verify_sealed(check: _StageCheck, present: Collection[str]) -> set[str]:
-    """Check what eval writes after its manifest, which carries its own checksum; returns it."""
+    """Check what is written after the manifest, and carries its own checksum; returns it.
+
+    Of eval that are pages and results of servers, of features what training says of the shards.
+    """
+    location = check.location
+    records = {path for path in present if re.fullmatch(rf"{CONSUMED}/\d+\.json", path)}
+    if check.stage == "features" and records:
+        check.files += len(records)
+        known = {shard.name for shard in check.manifest.shards} if check.manifest else set()
+        for path in records if check.manifest else ():
+            with check.collecting():
+                where = location.where(path)
+                if others := set(check_record(location.read(path), where).shards) - known:
+                    problem = f"names {min(others)}, which is no shard of the manifest"
+                    raise _corrupt(problem, where)
+        return records
     if check.stage != "eval":
         return set()
-    location = check.location
     named = check.manifest.files if check.manifest else {}
     results = {path for path in present if re.fullmatch(rf"{SERVERS}/[^/]+\.json", path)}
     # Evidence of a failed check is written whenever one fails; earlier versions named it.
@@ -299,7 +341,8 @@ def _verify_begun(check: _StageCheck, read_files: Callable[[Location], BegunFile
 
 def _verify_shards(check: _StageCheck, bar: ProgressBar) -> None:
     for shard in check.shards:
-        with check.collecting(), _local_stage(check.location, shard) as local:
+        gone = suppress(ConsumedShard)  # meanwhile
+        with check.collecting(), gone, _local_stage(check.location, shard) as local:
             _verify_content(check, shard, local)
             if check.stage == "train" and check.manifest and not check.manifest.files:
                 _verify_head(check.location.child(_HEAD), shard)

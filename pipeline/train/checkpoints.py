@@ -142,7 +142,7 @@ class Checkpoints:
         """
         self._store = stage.child(CHECKPOINTS)
         self._local = workspace(stage) / CHECKPOINTS
-        self._identity, self._keep, self._require_own = identity, keep, require_own
+        self._identity, self._keep, self.require_own = identity, keep, require_own
         self._own: set[str] = set()  # folders and heads that this attempt has written
 
     def newest(self) -> Checkpoint | None:
@@ -165,7 +165,7 @@ class Checkpoints:
 
         Raises StoreError when the store refuses.
         """
-        self._require_own()
+        self.require_own()
         data = encode(dict(weights))
         file = stored_file(data)
         self._own.add(_best_name(step, file))
@@ -191,12 +191,12 @@ class Checkpoints:
         name = _marker_name(progress.step)
         folder = f"{name.removesuffix('.json')}-{secrets.token_hex(8)}"
         directory = self._local / folder
-        self._require_own()
+        self.require_own()
         self._own.add(folder)
         try:
             files = _write_files(directory, state, metrics)
         except (OSError, SafetensorError) as error:
-            self._require_own()
+            self.require_own()
             shutil.rmtree(directory, ignore_errors=True)
             problem = f"a checkpoint cannot be written: {str(error).splitlines()[0]}"
             fix = "free some space, or choose another run.uri=…"
@@ -212,7 +212,7 @@ class Checkpoints:
             folder=folder,
             files=files,
         )
-        self._require_own()
+        self.require_own()
         self._store.write(name, marker.model_dump_json().encode())
         self._prune(progress.step)
 

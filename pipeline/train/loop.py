@@ -6,6 +6,9 @@ A step of W processes with A micro-batches each takes the next W·A batches of t
     process                    0   1    0    1
 
 b counts on from step to step, and from run to run: another W goes on with the batch after the last.
+
+Where training follows features, a step is taken once the states of its last batch's window are
+there, and the windows before that of the next batch are given up with the next checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import RunConfig, TrainSection, is_launched
-from pipeline.console import long_step, notice, progress_bar
+from pipeline.console import ProgressBar, long_step, notice, progress_bar
 from pipeline.decoder.drafter import copy_weights
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
@@ -69,17 +72,22 @@ def set_up(
         require_own=stage_run.require_own,
     )
     resumed = broadcast_from_rank0(checkpoints.newest)
+    before = resumed.marker.progress if resumed else Progress()
+    data.corpus.require_after(before.step)
     if resumed is None and solves_least_squares(config.train):
         solve_least_squares(config, head, target, data)
     config, why = _choose_dtype(config, resumed, target.device)
     section = config.train
     with long_step("train", "setting up the trainer"):
-        trainer = _trainer(config, head, target, data)
-    before = _resume(trainer, resumed)
+        scale = measure_scale(config, head, data) if before.fc_scale is None else before.fc_scale
+        trainer = _trainer(config, head, target, data, scale)
+    _resume(trainer, resumed)
     arithmetic = torch_arithmetic(trainer.dtype, trainer.device)
     stage_run.compute_with(arithmetic, why=why, earlier=before.arithmetic)
-    progress = before.computed_with(arithmetic)
+    progress = before.computed_with(arithmetic).model_copy(update={"fc_scale": scale})
     steps = total_steps(section, len(data.schedule), trainer.world, before=progress)
+    if data.corpus.is_over:  # fewer processes would find batches left for another step
+        steps = progress.step
     tokens = section.batch_tokens * section.accumulate * trainer.world
     filled = f"filled to {data.schedule.fill:.1%}, {section.dtype}"
     notice("train", f"{steps:,} steps of {tokens:,} tokens, {filled}")
@@ -131,10 +139,11 @@ def _choose_dtype(
     return config.model_copy(update={"train": section}), why
 
 
-def _trainer(config: RunConfig, head: DraftingHead, target: Target, data: Data) -> Trainer:
+def _trainer(
+    config: RunConfig, head: DraftingHead, target: Target, data: Data, fc_scale: float
+) -> Trainer:
     """The head with its loss, ready for its first step."""
     section = config.train
-    scale = measure_scale(config, head, data)
     if not isinstance(head.lm_head, BorrowedRows):
         head.lm_head.weight.requires_grad_(section.train_lm_head)
     model = algorithm_of(head).training.trained_model(
@@ -146,19 +155,18 @@ def _trainer(config: RunConfig, head: DraftingHead, target: Target, data: Data) 
         dtype=getattr(torch, section.dtype),
         seed=config.run.seed,
     )
-    return Trainer(model, section, target.device, fc_scale=scale)
+    return Trainer(model, section, target.device, fc_scale=fc_scale)
 
 
-def _resume(trainer: Trainer, resumed: Checkpoint | None) -> Progress:
+def _resume(trainer: Trainer, resumed: Checkpoint | None) -> None:
     """Restore the checkpoint's state, if there is one; rank 0 alone reads its files."""
     if resumed is None:
-        return Progress()
+        return
     trainer.restore(resumed.state, where=resumed.name)
     marker = resumed.marker
     computed = "; ".join(map(str, marker.progress.arithmetic))
     where = f"epoch {marker.epoch}, batch {marker.index}; {computed}"
     notice("train", f"continuing from checkpoint {resumed.name} ({where})")
-    return marker.progress
 
 
 def total_steps(
@@ -213,9 +221,21 @@ class TrainingLoop:
             closing(self.metrics) if self.metrics else nullcontext(),
             Grace(section.grace_seconds) as grace,
             progress_bar("train", unit="steps", total=steps, done=self.progress.step) as bar,
-            ReadAhead(self.data.corpus, self.data.schedule, self._batch_numbers()) as reader,
         ):
+            if self.progress.step:
+                self._give_up_windows()
             while self.progress.unmeasured or self.progress.step < steps:
+                with clock.paused():
+                    self._wait_for_window(grace)
+                self._train_window(clock, grace, bar)
+            self._report()
+
+    def _train_window(self, clock: Clock, grace: Grace, bar: ProgressBar) -> None:
+        """All steps whose last batch is of the window that is there."""
+        section, steps, until = self.section, self.steps, self._last_step_of_window()
+        with ReadAhead(self.data.corpus, self.data.schedule, self._numbers(until)) as reader:
+            while self.progress.unmeasured or self.progress.step < until:
+                window = self.data.schedule.window(self.progress.batches)
                 if not self.progress.unmeasured:
                     batches = [reader.take() for _ in range(section.accumulate)]
                     rate = rate_at(self.progress.step, steps, section)
@@ -228,22 +248,45 @@ class TrainingLoop:
                         self._end_early()
                 self._measure(clock, reader.waited)
                 bar.advance(1, self._status())
-                last = self.progress.step == steps
-                if last or self.progress.step % section.checkpoint_every == 0:
+                due = self.progress.step % section.checkpoint_every == 0
+                passed = self.data.schedule.window(self.progress.batches) > window
+                if due or passed or self.progress.step == steps:
                     with clock.paused():
                         self._save()
-            self._report()
+
+    def _wait_for_window(self, grace: Grace) -> None:
+        """Until the states of the next step are there; a SIGTERM meanwhile ends training."""
+        schedule = self.data.schedule
+        last = min(self.progress.batches + self._group, len(schedule)) - 1
+        if not self.data.corpus.wait_for(schedule.window(last), lambda: grace.begun):
+            self._end_early()
+
+    def _last_step_of_window(self) -> int:
+        """The last step whose batches are all of the window of the next step's last batch, or
+        before it."""
+        schedule, batches = self.data.schedule, self.progress.batches
+        window = schedule.window(min(batches + self._group, len(schedule)) - 1)
+        steps = (schedule.window_end(window) - batches) // self._group
+        return min(self.steps, self.progress.step + max(1, steps))
+
+    def _give_up_windows(self) -> None:
+        """What the checkpoint just stored is past is not read again."""
+        step, corpus = self.progress.step, self.data.corpus
+        if step == self.steps:
+            corpus.consume_all(step=step)
+        else:
+            corpus.consume(self.data.schedule.window(self.progress.batches), step=step)
 
     @property
     def _group(self) -> int:
         """Batches of one optimiser step, over all processes."""
         return self.trainer.world * self.section.accumulate
 
-    def _batch_numbers(self) -> Iterator[int]:
-        """Of this process, to the end."""
+    def _numbers(self, until: int) -> Iterator[int]:
+        """Of this process's batches, to step `until`."""
         own = own_batches(
             self.progress.batches,
-            self.steps - self.progress.step,
+            until - self.progress.step,
             rank=self.trainer.rank,
             world=self.trainer.world,
             accumulate=self.section.accumulate,
@@ -363,8 +406,10 @@ class TrainingLoop:
             epoch, index = self.data.schedule.locate(self.progress.batches)
             lines = self.metrics.publish()
             self.checkpoints.save(state, self.progress, epoch=epoch, index=index, metrics=lines)
+            self.checkpoints.require_own()  # so whoever takes over goes on from this one
 
         broadcast_from_rank0(write)
+        self._give_up_windows()
 
 
 class Grace:

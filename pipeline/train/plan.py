@@ -13,6 +13,7 @@ from pipeline.planning.heads import ZERO_STAGES, HeadSize, init_bytes, zero_memo
 from pipeline.planning.targets import TargetShape, known_shape, shape_of
 from pipeline.records import Manifest, Plan, ZeroMemory
 from pipeline.store.manifest import find_manifest, finished_state, stage_location
+from pipeline.store.parts import window_of
 from pipeline.target.arithmetic import decoder_weight_bytes, planned_dtype
 
 #: Master and two moments of AdamW.
@@ -102,7 +103,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     best = (2 if training.dtype == "bfloat16" else 4) if section.evaluate_every else 0
     return Plan(
         stage="train",
-        state=_state(config, manifest) if manifest else "waiting for features",
+        state=_state(config, manifest) if manifest or section.follow else "waiting for features",
         records=drawn.rows * section.epochs,
         tokens=training.tokens,
         storage_bytes=(section.keep_checkpoints * (_CHECKPOINT_BYTES + best) + 2 * 2)
@@ -121,8 +122,19 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
             f"{_CHECKPOINT_BYTES} bytes a parameter, and the head twice in bfloat16",
             f"{training.steps:,} steps of {training.step_tokens:,} tokens in {training.dtype}",
             "memory: optimiser state, the target's embedding and one unroll's activations",
+            *_following(config, states),
         ),
     )
+
+
+def _following(config: RunConfig, states: Manifest | Plan) -> tuple[str, ...]:
+    if not (keep := config.features.keep_shards):
+        return ()
+    shards = states.shards if isinstance(states, Plan) else len(states.shards)
+    window = window_of(keep, shards)
+    count = -(-shards // window)
+    text = f"windows: {count:,} of {window:,} shards; after each a checkpoint, and it is deleted"
+    return (text,)
 
 
 def check_size(config: RunConfig) -> None:
@@ -188,7 +200,7 @@ def _initialising_bytes(training: _Training) -> int:
     return 4 * training.head.parameters + solving if solving else 0
 
 
-def _state(config: RunConfig, parent: Manifest) -> str:
+def _state(config: RunConfig, parent: Manifest | None) -> str:
     """What is on storage for this config and parent."""
     if finished := finished_state(config, "train", parent):
         return finished

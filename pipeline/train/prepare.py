@@ -88,10 +88,9 @@ class Data(NamedTuple):
     held_out: tuple[HeldOut, ...]  # selecting half, reporting half; none without evaluate_every
 
 
-def open_data(config: RunConfig, parent: Manifest, target: Target, shape: DraftShape) -> Data:
+def open_data(config: RunConfig, corpus: StoredCorpus, target: Target, shape: DraftShape) -> Data:
     """Verify the states, hold some out, survey, audit and schedule the rest."""
     section, seed = config.train, config.run.seed
-    corpus = open_corpus(config, parent)
     own = own_part(len(corpus))
     all_gather_or_raise(lambda: corpus.verify(own))
     held_out: tuple[HeldOut, ...] = ()
@@ -124,13 +123,16 @@ def open_data(config: RunConfig, parent: Manifest, target: Target, shape: DraftS
     if rank() == 0:
         show_sample(corpus, surveyed, lambda ids: template.text(tuple(ids), special=True))
     log_survey(surveyed, section.batch_tokens)
+    corpus.wait_for(0)
     schedule = Schedule(
         surveyed.pieces,
         budget=section.batch_tokens,
         seed=seed,
         epochs=section.epochs,
         together=corpus.together,
+        window=corpus.window,
     )
+    corpus.wait_for(schedule.window(0))
     return Data(corpus, surveyed, schedule, held_out)
 
 
@@ -341,6 +343,27 @@ class StoredCorpus:
         largest = sum(sizes[: self.together])
         fits = cache is not None and not location.is_local and cache.limit >= largest
         self._cache = cache if fits else None
+        #: Shards that all epochs pass over before the next ones; None: there is one window.
+        self.window: int | None = None
+
+    def wait_for(self, window: int, is_stopping: Callable[[], bool] = lambda: False) -> bool:
+        """Whether the states of window number `window` are there, after waiting for them; False
+        where a process is to stop meanwhile."""
+        return True
+
+    def require_after(self, step: int) -> None:
+        """Raise StageConflict where states are gone that the checkpoint of `step` still needs."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training has taken its last step, and given up all states."""
+        return False
+
+    def consume(self, windows: int, *, step: int) -> None:
+        """The first `windows` are not needed again: the checkpoint of `step` is past them."""
+
+    def consume_all(self, *, step: int) -> None:
+        """No states are needed again."""
 
     def __len__(self) -> int:
         return len(self._shards)

@@ -137,6 +137,7 @@ class Progress(Record):
     best: Best | None = None
     highest: Decoded | None = None  # of all evaluations, by τ
     reported: Decoded | None = None  # of `best`, by samples that took no part in choosing it
+    fc_scale: float | None = None  # of the learning rate of `fc`; measured before the first step
     #: What steps were computed with; several when training was continued on another machine.
     arithmetic: tuple[Arithmetic, ...] = ()
 

@@ -27,12 +27,13 @@ from pipeline.heads.checkpoint import HeadCard, without_places
 from pipeline.heads.init import DraftVocabulary
 from pipeline.heads.registry import empty_head, encode_head
 from pipeline.records import Manifest
-from pipeline.store.manifest import find_manifest, manifest_where, read_manifest
+from pipeline.store.manifest import Awaited, find_manifest, manifest_where, read_manifest
 from pipeline.store.shards import read_shard
 from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import pick_device
 from pipeline.target.open import Target, open_target
 from pipeline.train.checkpoints import stored_checkpoints
+from pipeline.train.follow import FollowedCorpus, await_begin, await_manifest, require_states
 from pipeline.train.group import broadcast_from_rank0, join_group, rank0_first, rank0_only
 from pipeline.train.loop import TrainingLoop, set_up
 from pipeline.train.metrics import METRICS, VOLATILE
@@ -44,6 +45,7 @@ from pipeline.train.prepare import (
     draft_vocabulary,
     initial_head,
     log_coverage,
+    open_corpus,
     open_data,
 )
 from pipeline.train.progress import Progress
@@ -61,11 +63,13 @@ def run(config: RunConfig) -> Manifest:
     """
     console.quiet = rank() > 0  # of several processes one writes
     prepare_process(config.run)
-    parent = read_manifest(config.run.uri, "features")
+    follow = config.train.follow
+    parent = read_manifest(config.run.uri, "synth" if follow else "features")
     device = pick_device(config.target.device)
     if world_size() > 1:
         join_group(device, minutes=config.train.timeout_minutes)
-    stage_run = rank0_first(lambda: _open_stage(config, parent))
+    inputs = await_begin(config, parent) if follow else parent
+    stage_run = rank0_first(lambda: _open_stage(config, inputs))
     if stage_run.manifest is None:
         try:
             rank0_only(lambda: stage_run.claim(_CLAIM, config.run.claim_seconds))
@@ -75,7 +79,7 @@ def run(config: RunConfig) -> Manifest:
             rank0_only(partial(stage_run.outlast, error))
         finally:
             stage_run.release()
-        stage_run = rank0_first(lambda: _open_stage(config, parent))
+        stage_run = rank0_first(lambda: _open_stage(config, inputs))
     assert stage_run.manifest is not None, "another process has finished it"
     notice("train", f"complete: head at {stage_run.location.child(HEAD).uri}")
     return stage_run.manifest
@@ -84,20 +88,27 @@ def run(config: RunConfig) -> Manifest:
 def _train(
     config: RunConfig, parent: Manifest, stage_run: StageRun, device: torch.device
 ) -> Manifest:
-    """Train and export as the only attempt. Raises TakenOver where it no longer is."""
+    """Train and export as the only attempt. Raises TakenOver where it no longer is.
+
+    `parent` is the manifest of the states, or of the samples where training follows features.
+    """
     head_uri = stage_run.location.child(HEAD).uri
-    where = manifest_where(config.run.uri, "features")
+    where = manifest_where(config.run.uri, parent.stage)
     decoded = config.train.evaluate_every is not None
     target = open_target(config.target, expected=parent.contract, where=where, decoded=decoded)
     init = choose_init(config.train, target.directory, target.contract)
     with long_step("train", "reading the states"):
-        data = open_data(config, parent, target, init.shape)
+        follow = config.train.follow
+        corpus = FollowedCorpus(config, parent) if follow else open_corpus(config, parent)
+        data = open_data(config, corpus, target, init.shape)
     vocabulary = draft_vocabulary(init, data.survey.counts)
     log_coverage(data.survey, vocabulary)
     head = initial_head(init, config.train, vocabulary, target, seed=config.run.seed)
     loop = set_up(config, stage_run, head, target, data)
     with memory_explained("train"):
         loop.run()
+    if follow:
+        parent = await_manifest(config)
     with long_step("train", "writing the head"):
         broadcast_from_rank0(
             lambda: _finish(config, parent, stage_run, init, data, vocabulary, target, loop)
@@ -106,7 +117,9 @@ def _train(
     return read_manifest(config.run.uri, "train")
 
 
-def _open_stage(config: RunConfig, parent: Manifest) -> StageRun:
+def _open_stage(config: RunConfig, parent: Manifest | Awaited) -> StageRun:
+    if config.train.follow:
+        require_states(config, parent)
     stage_run = open_stage(config, "train", parent)
     if stage_run.manifest and rank() == 0:
         _place_head(stage_run)
@@ -139,6 +152,7 @@ def _finish(
         details=facts,
         rejected_extra=data.survey.rejected,
         files=(METRICS,),
+        parent_hash=parent.content_hash,
         known=stored_checkpoints(stage_run.location).files
         | {f"{HEAD}/{name}": (each.bytes, each.sha256) for name, each in stage_run.shards.items()},
     )

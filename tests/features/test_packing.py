@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.features.packing import cut, into_forwards, parts_of
+from pipeline.features.capture import into_forwards
 from pipeline.records import Shard
+from pipeline.store.parts import cut, parts_of
 
 
 def shard(tokens: int, rows: int, name: str = "a.parquet") -> Shard:

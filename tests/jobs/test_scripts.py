@@ -103,3 +103,26 @@ def test_slurm_scripts_ask_for_what_the_configuration_says(configure: Configure)
     assert {"nodes=2", "gpus-per-node=8"} <= options["train"]
     assert "time=30" in options["features"]
     assert not any(option.startswith(("gpus", "array")) for option in options["features"])
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+def test_a_training_that_follows_features_starts_with_it(
+    configure: Configure, tmp_path: Path, scheduler: str
+) -> None:
+    """Else each would wait for the other for ever."""
+    follows = {"features": {"keep_shards": 8}, "train": {"follow": True}}
+    start = write(render(configure(jobs=LARGE, **follows), scheduler), tmp_path)
+    log, name = tmp_path / "log", "sbatch" if scheduler == "slurm" else "kubectl"
+    answer = "echo 7" if scheduler == "slurm" else '[ "$1" = apply ] || echo Complete'
+    environment = program(tmp_path, name, f'#!/bin/bash\necho "$@" >> {log}\n{answer}\n')
+    subprocess.run([start], env=environment, check=True, timeout=60)
+    calls = [line.split() for line in log.read_text().splitlines()]
+    if scheduler == "slurm":
+        after = [" ".join(call[1:-2]).partition(" ")[0] for call in calls]
+        both = "--dependency=afterok:7"
+        assert after == ["", both, both, "--dependency=afterok:7:7"]
+    else:
+        order = [call[2] if call[0] == "apply" else "?" for call in calls]
+        at = order.index("features.yaml")
+        assert order[at : at + 2] == ["features.yaml", "train.yaml"]
+        assert order[-2:] == ["eval.yaml", "?"]

@@ -1,17 +1,15 @@
-"""Which samples share a shard, and which share a forward: depends on their order and lengths alone.
+"""Which samples share a shard of states: depends on their order and lengths alone.
 
-synth's shards  [▢▢▢ ▢▢ ▢▢▢▢ ▢ ▢▢▢▢▢ ▢▢][…   one is cut into as many parts as its tokens, which
-shards          [▢▢▢ ▢▢ ▢▢▢▢][▢ ▢▢▢▢▢ ▢▢][…  its manifest counts, are features.shard_tokens
-forwards        [▢▢▢▢][▢▢▢ ▢▢] [▢▢▢▢▢][▢▢ ▢]  the longest first; at most batch_tokens, or one longer
+    synth's shards  [▢▢▢ ▢▢ ▢▢▢▢ ▢ ▢▢▢▢▢ ▢▢][…   one is cut into as many parts as its tokens, which
+    shards          [▢▢▢ ▢▢ ▢▢▢▢][▢ ▢▢▢▢▢ ▢▢][…  its manifest counts, are features.shard_tokens
 
 What is cut where needs no sample but those of one synth shard, so that a shard can be made without
-reading others. Inside a shard samples of like length are computed together and put back into their
-order. The most memory is needed by the first forward of a shard, not by some later one.
+reading others, and is known before it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -32,7 +30,7 @@ class Part(NamedTuple):
 
 
 def parts_of(shards: Sequence[Shard], shard_tokens: int) -> dict[str, Part]:
-    """Name → part, of all shards of the features, in order; those of synth without rows have none.
+    """Name → part, of all shards of the features, by name; those of synth without rows have none.
 
     A synth shard has one part for each `shard_tokens` of its tokens, a last one for the rest, and
     no more than samples.
@@ -42,7 +40,7 @@ def parts_of(shards: Sequence[Shard], shard_tokens: int) -> dict[str, Part]:
         count = min(shard.rows, -(-shard.tokens // shard_tokens))
         for number in range(count):
             parts[f"{index:06d}-{number:03d}.safetensors"] = Part(shard, number, count)
-    return parts
+    return dict(sorted(parts.items()))
 
 
 def cut(lengths: Sequence[int], count: int) -> list[range]:
@@ -69,15 +67,6 @@ def cut(lengths: Sequence[int], count: int) -> list[range]:
     return [range(*pair) for pair in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
 
 
-def into_forwards(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Numbers of samples of like length, `batch_tokens` together; a longer one goes alone."""
-    batch: list[int] = []
-    tokens = 0
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        if batch and tokens + lengths[number] > batch_tokens:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(number)
-        tokens += lengths[number]
-    if batch:
-        yield batch
+def window_of(keep: int, shards: int) -> int:
+    """Shards of a window: all, or half of those that may lie in the run."""
+    return max(1, shards if keep >= shards else keep // 2)
