@@ -80,7 +80,7 @@ _MEMORY_SHARE = 0.5
 _ASSUMED_GAIN = 10.0
 
 
-class _Taken(NamedTuple):
+class _StatesFile(NamedTuple):
     """What one file holds."""
 
     states: Tensor  # [T, L + 1, H], low to high, the last one before the norm
@@ -144,14 +144,14 @@ class EngineStates:
         """Of this target, as transformers has measured it once, or an assumption."""
         return self._gain
 
-    def _split(self, taken: _Taken) -> tuple[Tensor, Tensor]:
+    def _split(self, taken: _StatesFile) -> tuple[Tensor, Tensor]:
         """aux [T, L · H], final [T, H]."""
         states = taken.states
         if self._norm is None:
             self._norm = last_norm(self._target, states.dtype)
         return states[:, :-1].flatten(1), self._norm(states[:, -1])
 
-    def _take(self, documents: Sequence[Sequence[int]]) -> list[_Taken]:
+    def _take(self, documents: Sequence[Sequence[int]]) -> list[_StatesFile]:
         names = [uuid.uuid4().hex for _ in documents]
         try:
             self._transport.ask(documents, names)
@@ -161,7 +161,7 @@ class EngineStates:
                 for ending in (".safetensors", ".part"):
                     (self._transport.directory / (name + ending)).unlink(missing_ok=True)
 
-    def _read(self, document: Sequence[int], name: str) -> _Taken:
+    def _read(self, document: Sequence[int], name: str) -> _StatesFile:
         from safetensors import SafetensorError, safe_open
 
         path = self._transport.directory / f"{name}.safetensors"
@@ -182,7 +182,7 @@ class EngineStates:
         if tuple(states.shape) != shape or not states.is_floating_point():
             has = f"{list(states.shape)} of {states.dtype}"
             raise _wrong(f"gives states of shape {has} for {len(document)} tokens")
-        return _Taken(states, facts)
+        return _StatesFile(states, facts)
 
     def _compare(self, document: Sequence[int], aux: Tensor, final: Tensor) -> None:
         """Hold the states of a piece of `document` against transformers' own.
