@@ -32,7 +32,8 @@ class FaultyConnector(vllm_connector.StatesConnector):
             states[..., states.shape[2] // 2 :] = 0
         elif self._fault == "normed final state":
             final = states[:, -1].float()
-            states[:, -1] = final * torch.rsqrt(final.square().mean(-1, keepdim=True))
+            weight = torch.linspace(0.2, 3, final.shape[1])  # without one, a second norm is none
+            states[:, -1] = weight * final * torch.rsqrt(final.square().mean(-1, keepdim=True))
         elif self._fault == "another request's":
             return states.flip(0)
         return states

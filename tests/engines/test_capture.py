@@ -16,8 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -80,17 +82,29 @@ def documents(count: int, *, shared: int = 0) -> list[list[int]]:
     return [prefix + [draw.randrange(500, 40_000) for _ in range(n)] for n in lengths[:count]]
 
 
-def largest(target: Target, captured: Any, texts: Sequence[Sequence[int]]) -> list[float]:
-    """Largest relative difference of a token from transformers' own, for each layer."""
+class Apart(NamedTuple):
+    """Relative differences [layers] from transformers' own forward in float64."""
+
+    largest: list[float]  # of a token
+    beyond: int  # tokens that differ by more than 1e-4, which fp32 alone does not explain
+
+
+def apart(target: Target, captured: Any, texts: Sequence[Sequence[int]]) -> Apart:
+    """A few tokens amplify any noise: at one of 700 here transformers in fp32 is 2e-4 from float64.
+    So ten times what it is at a token is allowed there."""
     loaded = target.load(dtype="float32")
-    worst = torch.zeros(len(target.contract.capture_layers) + 1)
+    exact = replace(loaded, model=deepcopy(loaded.model).double())
+    worst, beyond = torch.zeros(len(target.contract.capture_layers) + 1), 0
     for (aux, final), ids in zip(captured, texts, strict=True):
-        reference = layers_of(*capture_alone(loaded, ids))
-        for number, (ours, theirs) in enumerate(zip(layers_of(aux, final), reference, strict=True)):
-            distance = (ours.float() - theirs).norm(dim=1) / theirs.norm(dim=1)
-            worst[number] = max(worst[number], distance.max())
+        layers = layers_of(aux, final), layers_of(*capture_alone(loaded, ids))
+        reference = layers_of(*capture_alone(exact, ids))
+        for number, (served, own, right) in enumerate(zip(*layers, reference, strict=True)):
+            size = right.norm(dim=1)
+            ours, theirs = ((each.double() - right).norm(dim=1) / size for each in (served, own))
+            worst[number] = torch.maximum(worst[number], ours.max())
+            beyond += int((ours > 1e-4 + 10 * theirs).sum())
     print("largest relative difference, low to high and final:", *(f"{x:.2g}" for x in worst))
-    return [float(each) for each in worst]
+    return Apart([float(each) for each in worst], beyond)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +123,7 @@ def test_states_are_transformers_own(shared: int, options: tuple[str, ...], tmp_
         metrics = httpx.get(f"{server.url}/metrics").text
     hits = [line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_t")]
     assert (float(hits[0].rsplit(" ", 1)[1]) > 0) == bool(shared)
-    assert max(largest(target, captured, texts)) < 1e-4
+    assert apart(target, captured, texts).beyond == 0
     assert not list((tmp_path / "states").iterdir())
 
 
@@ -118,9 +132,9 @@ def test_states_in_bf16(tmp_path: Path) -> None:
     target, texts = opened("bfloat16"), documents(16)
     with states_server(target, tmp_path, dtype="bfloat16") as server:
         captured = engine(target, server, tmp_path).together(texts)
-    served = largest(target, captured, texts)
+    served = apart(target, captured, texts).largest
     loaded = target.load(dtype="bfloat16")
-    local = largest(target, [capture_alone(loaded, ids) for ids in texts], texts)
+    local = apart(target, [capture_alone(loaded, ids) for ids in texts], texts).largest
     assert all(ours < 1.5 * theirs for ours, theirs in zip(served, local, strict=True))
 
 
@@ -188,7 +202,7 @@ def test_other_requests_are_served_as_ever(tmp_path: Path) -> None:
             for each in texts[:8]:
                 pool.submit(_abort, server.url, each)
             captured = source.together(texts)
-        assert max(largest(target, captured, texts)) < 1e-4
+        assert apart(target, captured, texts).beyond == 0
         left = list((tmp_path / "states").iterdir())
     assert not left, "what was aborted is not written"
 
