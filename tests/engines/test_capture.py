@@ -260,5 +260,5 @@ def test_vllm_in_the_process_of_the_stage(tmp_path: Path) -> None:
     subprocess.run([str(VLLM.python), *command[1:]], check=True, cwd=ROOT, env=environment)
     manifest = read_manifest(str(run), "features")
     assert [each.kernels for each in manifest.arithmetic] == ["vllm 0.32.0"]
-    assert manifest.details["replies"]["greedy"] > 1000
+    assert manifest.details["replies"]["greedy_tokens"] > 1000
     assert not list(Path("/dev/shm").glob(f"eagle3-states-{os.getpid()}*"))
