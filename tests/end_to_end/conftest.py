@@ -22,7 +22,9 @@ def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
     return partial(config_file, tiny_target, tmp_path)
 
 
-def config_file(target: Path, folder: Path, uri: str = "run", **sections: dict[str, Any]) -> Path:
+def config_file(
+    target: Path, folder: Path, /, uri: str = "run", **sections: dict[str, Any]
+) -> Path:
     """A YAML file in `folder`, where the run is too."""
     prompts = folder / "prompts.jsonl"
     held_out = folder / "held-out.jsonl"
