@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,10 +35,16 @@ def proxy(
         server.create_bucket("runs")
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        # gcsfs tries six times by itself, over half a minute.
+        monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=_short_sleep))
         yield proxy
     finally:
         proxy.close()
         server.kill()
+
+
+async def _short_sleep(seconds: float) -> None:
+    await asyncio.sleep(seconds / 100)
 
 
 def words(folder: Path, name: str) -> list[str]:
@@ -88,9 +96,10 @@ def test_a_store_that_fails_for_good_ends_a_stage_with_one_line(
     first = len(proxy.requests) + 12
     proxy.fault = lambda method, path: status if len(proxy.requests) >= first else None
     capsys.readouterr()
-    assert main([stage, *words(folder, stage)]) == code
+    soon = "run.claim_seconds=4"  # a claim that could not be given up is waited for
+    assert main([stage, *words(folder, stage), soon]) == code
     [line] = capsys.readouterr().err.splitlines()
     assert "gs://runs/" in line and "(fix: " in line
     proxy.fault = lambda method, path: None
     assert find_manifest(f"gs://runs/{stage}", stage) is None
-    assert main([stage, *words(folder, stage)]) == 0
+    assert main([stage, *words(folder, stage), soon]) == 0
