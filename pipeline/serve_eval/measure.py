@@ -276,7 +276,9 @@ class Comparison:
             for index, question in enumerate(some)
         ]
         engine = self.engine(speculative=False, slots=len(requests))
-        done = {each.request_id: each.token_ids for each in engine.generate(requests)}
+        done = {}
+        for each in engine.generate(requests):
+            done[each.request_id] = each.token_ids
         replies = [done[request.request_id] for request in requests]
         return [
             PlainReply(each, reply, log_probabilities(self.model, each.context, reply))
