@@ -370,6 +370,12 @@ def name_in(value: Any) -> str:
     return value if is_name else ""
 
 
+def rows_in(page: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The objects that a page of the OpenAI API lists as `data`."""
+    listed = page.get("data")
+    return [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+
+
 class HttpReply(NamedTuple):
     """What a server answered, of limited size; of an error's content the beginning."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -100,6 +100,12 @@ def key_headers(variable: str | None, *, where: str) -> dict[str, str]:
         what = "no header can carry the value of" if key else "the environment has no"
         raise ConfigError(f"{what} {variable}", where=where, fix=f"export {variable}=…")
     return {"Authorization": f"Bearer {key}"}
+
+
+def without_key(text: str, headers: Mapping[str, str]) -> str:
+    """`text` without the key that `headers` send: a refusal may quote what it refuses."""
+    key = headers.get("Authorization", "").removeprefix("Bearer ")
+    return text.replace(key, "…") if key else text
 
 
 def check_endpoint(url: str, *, with_key: bool) -> None:

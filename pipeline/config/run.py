@@ -382,8 +382,6 @@ class RunConfig(Section):
         own = section and section.model_dump(mode="json", exclude=left_out)
         if own and stage == "features":
             own["format"] = STATES_FORMAT  # states of an older version are not taken for these
-            if own["backend"] == "local":  # as in runs that knew no other
-                del own["backend"]
         return {"seed": self.run.seed, "target": target, stage: own}
 
     def default(self, keys: Sequence[str]) -> Any:

@@ -35,10 +35,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import EngineSection, RunConfig
-from pipeline.config.credentials import key_headers
+from pipeline.config.credentials import key_headers, without_key
 from pipeline.console import long_step, notice
 from pipeline.decoder.kv import free_bytes
-from pipeline.documents import BrokenDocument, check_header, fetch_reply, name_in, parse_json
+from pipeline.documents import (
+    BrokenDocument,
+    check_header,
+    fetch_reply,
+    name_in,
+    parse_json,
+    rows_in,
+)
 from pipeline.errors import (
     DataError,
     EndpointError,
@@ -49,7 +56,7 @@ from pipeline.errors import (
 )
 from pipeline.features.plan import layers_in_vllm, speculative_config, transfer_config
 from pipeline.records import Arithmetic
-from pipeline.target.architecture import decoder_of, model_class, read_config
+from pipeline.target.architecture import decoder_of, model_class
 from pipeline.target.forward import (
     LoadedTarget,
     layer_outputs,
@@ -155,11 +162,24 @@ class EngineStates:
         names = [uuid.uuid4().hex for _ in documents]
         try:
             self._transport.ask(documents, names)
+            self._wait_for(names)
             return [self._read(*pair) for pair in zip(documents, names, strict=True)]
         finally:
             for name in names:
                 for ending in (".safetensors", ".part"):
                     (self._transport.directory / (name + ending)).unlink(missing_ok=True)
+
+    def _wait_for(self, names: Sequence[str]) -> None:
+        """Until all files are there: an engine replies before it writes. Raises EndpointError."""
+        directory, end = self._transport.directory, time.monotonic() + _WRITING_SECONDS
+        for name in names:
+            while not (directory / f"{name}.safetensors").exists():
+                if time.monotonic() > end:
+                    problem = f"the server has written states that do not come to {directory}"
+                    fix = "give both the same directory: features.engine.directory here, and "
+                    fix += "kv_connector_extra_config.directory there"
+                    raise EndpointError(problem, where=_WHERE, fix=fix)
+                time.sleep(_GLANCE_SECONDS)
 
     def _read(self, document: Sequence[int], name: str) -> _StatesFile:
         from safetensors import SafetensorError, safe_open
@@ -260,21 +280,17 @@ def _apart(states: Tensor, references: Tensor) -> Tensor:
 
 def asked_layers(target: Target) -> list[int]:
     """In vLLM's numbers, low to high: the contract's, and the last one."""
-    where = f"target.source={target.section.source}"
-    config = read_config(target.directory, where).get_text_config()
-    return layers_in_vllm(target.contract.capture_layers, config.num_hidden_layers)
+    count = target.config.get_text_config().num_hidden_layers
+    return layers_in_vllm(target.contract.capture_layers, count)
 
 
 def last_norm(target: Target, dtype: torch.dtype) -> nn.Module:
     """The norm before lm_head, as transformers has it, with the target's weight."""
     where = f"target.source={target.section.source}"
-    config = read_config(target.directory, where)
     with torch.device("meta"):
-        model = model_class(config, where).from_config(config)
-    norm: nn.Module = decoder_of(model).norm
-    state = target.weights.last_norm()
-    norm = norm.to_empty(device="cpu")
-    norm.load_state_dict(state)
+        model = model_class(target.config, where).from_config(target.config)
+    norm: nn.Module = decoder_of(model).norm.to_empty(device="cpu")
+    norm.load_state_dict(target.weights.last_norm())
     return norm.to(dtype).eval().requires_grad_(False)
 
 
@@ -317,7 +333,6 @@ class Servers:
             async def ask(document: Sequence[int], name: str) -> None:
                 async with slots:
                     await self._retried(lambda url: self._ask(http, url, document, name))
-                    await self._written(name)
 
             for document, name in zip(documents, names, strict=True):
                 tasks.create_task(ask(document, name))
@@ -362,8 +377,7 @@ class Servers:
             raise _wrong(f"{url} hands out no states: {reason}")
 
     async def _only_model(self, http: httpx.AsyncClient, url: str) -> str:
-        listed = (await self._page(http, "GET", f"{url}/models")).get("data")
-        rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+        rows = rows_in(await self._page(http, "GET", f"{url}/models"))
         names = [name for row in rows if (name := name_in(row.get("id")))]
         if len(names) != 1:
             problem = f"{url} lists {len(names)} models"
@@ -380,7 +394,7 @@ class Servers:
         if reply.status_code in _BUSY:
             raise _Busy(f"HTTP {reply.status_code}")
         if reply.status_code != 200:
-            words = " ".join(reply.text.split())[:200]
+            words = " ".join(without_key(reply.text, http.headers).split())[:200]
             problem = f"{url} says HTTP {reply.status_code}: {words}"
             fix = "check features.engine, and that --max-model-len holds the samples and a token"
             raise EndpointError(problem, where=_WHERE, fix=fix)
@@ -391,17 +405,6 @@ class Servers:
         if not isinstance(body, dict):
             raise _Busy("no JSON object")
         return body
-
-    async def _written(self, name: str) -> None:
-        """Wait for the file: a server replies before it writes. Raises EndpointError."""
-        path, end = self.directory / f"{name}.safetensors", time.monotonic() + _WRITING_SECONDS
-        while not path.exists():
-            if time.monotonic() > end:
-                problem = f"the server has written states that do not come to {self.directory}"
-                fix = "give both the same directory: features.engine.directory here, and "
-                fix += "kv_connector_extra_config.directory there"
-                raise EndpointError(problem, where=_WHERE, fix=fix)
-            await asyncio.sleep(_GLANCE_SECONDS)
 
 
 class _Busy(Exception):
@@ -420,11 +423,10 @@ class InProcess:
             fix = "install it beside this package, or set features.engine.endpoints to servers"
             raise MissingPackage(problem, where="features.backend=vllm", fix=fix) from None
         section = config.features.engine
-        self._size, self._section = section.concurrency, section
         shared = Path(section.directory)
         self.directory = shared.with_name(f"{shared.name}-{os.getpid()}")
         atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
-        _remove_those_of_dead_processes(Path(section.directory))
+        _remove_those_of_dead_processes(shared)
         options: dict[str, Any] = {
             "model": str(target.directory),
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -458,14 +460,6 @@ class InProcess:
             said = output.kv_transfer_params or {}
             if said.get(_KEY) != name:
                 raise _wrong(f"vLLM hands out no states: {said.get('problem', 'no reason given')}")
-            self._wait(name)
-
-    def _wait(self, name: str) -> None:
-        path, end = self.directory / f"{name}.safetensors", time.monotonic() + _WRITING_SECONDS
-        while not path.exists():
-            if time.monotonic() > end:
-                raise _wrong(f"vLLM has written no states to {self.directory}")
-            time.sleep(_GLANCE_SECONDS)
 
 
 def _remove_those_of_dead_processes(directory: Path) -> None:

@@ -92,7 +92,6 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._ended: dict[str, StatesRequest] = {}
         self._cache: Tensor | None = None  # [blocks, L, block, H]
         self._writers: ThreadPoolExecutor | None = None
-        self._done: set[str] = set()
         parallel = vllm_config.parallel_config.tensor_parallel_size
         self._facts = {
             "layers": ",".join(map(str, self._layers)),

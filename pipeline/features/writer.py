@@ -114,15 +114,15 @@ def take_part(config: RunConfig, group: Group) -> Manifest:
     Rank 0 broadcasts the contract of the target to load, then the name and the samples of each
     shard, and at the end the stage's manifest.
     """
-    target, received = None, None
+    source, received = None, None
     while not isinstance(received := group.broadcast(None), Manifest):
         if isinstance(received, TargetContract):
-            target = load_matching_target(config, received, group).source
+            source = load_matching_target(config, received, group).source
         else:
-            assert target, "the contract comes first"
+            assert source, "the contract comes first"
             name, samples = received
             capture_shard(
-                *(target, samples, config.features, lambda tokens: None), name=name, scored=True
+                *(source, samples, config.features, lambda tokens: None), name=name, scored=True
             )
     return received
 

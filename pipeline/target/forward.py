@@ -322,30 +322,16 @@ def _counts_rows(config: Any, tokens: int) -> bool:
 
 def capture_alone(target: LoadedTarget, document: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(aux [T, L · H], final [T, H]) of one document, by transformers' own attention and masks."""
-    attention = "sdpa" if decoder_of(target.model)._supports_sdpa else "eager"
-    with _attention(target.model, attention):
+    with _own_attention(target.model):
         return _forward(target, document, torch.arange(len(document)))
 
 
-@torch.inference_mode()
 def layer_outputs(target: LoadedTarget, document: Sequence[int]) -> tuple[Tensor, Tensor]:
     """What every decoder layer puts out [layers, T, H], and final [T, H], as in `capture_alone`."""
-    backbone = decoder_of(target.model)
-    captured: dict[int, Tensor] = {}
-    hooks = [
-        layer.register_forward_hook(_capture_hook(captured, index))
-        for index, layer in enumerate(backbone.layers)
-    ]
-    attention = "sdpa" if backbone._supports_sdpa else "eager"
-    try:
-        with _attention(target.model, attention):
-            ids = torch.tensor([list(document)], device=target.device)  # [1, T]
-            final = backbone(input_ids=ids, use_cache=False).last_hidden_state
-    finally:
-        for hook in hooks:
-            hook.remove()
-    outputs = [captured[index][0].to(target.device) for index in range(len(captured))]
-    return torch.stack(outputs), final[0].to(target.device)
+    layers = range(len(decoder_of(target.model).layers))
+    with _own_attention(target.model):
+        outputs, final = _outputs(target, document, torch.arange(len(document)), layers)
+    return torch.stack(outputs), final
 
 
 def layers_of(aux: Tensor, final: Tensor) -> list[Tensor]:
@@ -379,16 +365,24 @@ def noise_gain(target: LoadedTarget, document: Sequence[int], final: Tensor) -> 
     return float(moved.quantile(0.9)) / step
 
 
-@torch.inference_mode()
 def _forward(
     target: LoadedTarget, token_ids: Sequence[int], positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """aux [T, L · H] and final [T, H] of one row of T tokens at `positions` [T]."""
-    backbone, capture_layers = decoder_of(target.model), target.contract.capture_layers
+    states, final = _outputs(target, token_ids, positions, target.contract.capture_layers)
+    return torch.cat(states, dim=-1), final
+
+
+@torch.inference_mode()
+def _outputs(
+    target: LoadedTarget, token_ids: Sequence[int], positions: Tensor, layers: Sequence[int]
+) -> tuple[list[Tensor], Tensor]:
+    """What each of `layers` puts out, and final, all [T, H], of one row of T tokens."""
+    backbone = decoder_of(target.model)
     captured: dict[int, Tensor] = {}
     hooks = [
         backbone.layers[index].register_forward_hook(_capture_hook(captured, index))
-        for index in capture_layers
+        for index in layers
     ]
     try:
         output = backbone(
@@ -399,16 +393,15 @@ def _forward(
     finally:
         for hook in hooks:
             hook.remove()
-    states = [captured[index].to(target.device) for index in capture_layers]
-    aux = torch.cat(states, dim=-1)  # [1, T, L · H]
-    return aux[0], output.last_hidden_state[0].to(target.device)
+    states = [captured[index][0].to(target.device) for index in layers]
+    return states, output.last_hidden_state[0].to(target.device)
 
 
 @contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
-    """Another attention for the time of the block."""
+def _own_attention(model: Any) -> Iterator[None]:
+    """transformers' own attention and masks, for the time of the block."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    model.set_attn_implementation("sdpa" if decoder_of(model)._supports_sdpa else "eager")
     try:
         yield
     finally:

@@ -79,11 +79,15 @@ class Target:
         """What this machine computes with, whatever the weights are stored in."""
         return resolve_dtype(self.section.dtype, self.device)
 
+    @cached_property
+    def config(self) -> Any:
+        """transformers' configuration. Raises TargetError."""
+        return read_config(self.directory, f"target.source={self.section.source}")
+
     @property
     def positions(self) -> int:
         """Tokens of the longest sequence that it was made for."""
-        config = read_config(self.directory, f"target.source={self.section.source}")
-        return int(getattr(config, "max_position_embeddings", 0))
+        return int(getattr(self.config, "max_position_embeddings", 0))
 
     def template(self, *, system_prompt: str | None = None) -> ChatTemplate:
         """Tokenizer, chat template and stop ids. Raises TargetError, TemplateError."""

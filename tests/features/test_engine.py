@@ -217,6 +217,19 @@ def test_servers_without_states_are_named(tmp_path: Path, answer: bytes, words: 
     assert raised.value.exit_code == 2
 
 
+def test_a_refusal_that_quotes_the_key_is_shown_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", "secret-of-ours")
+    refusal = reply(b"no such key: secret-of-ours", "401 Unauthorized")
+    with (
+        LyingServer(lambda path, body: [refusal]) as server,
+        pytest.raises(EndpointError, match="HTTP 401: no such key: …") as raised,
+    ):
+        _servers(server.url, tmp_path, api_key_env="SERVER_KEY").ask([[1]], ["0" * 32])
+    assert "secret" not in str(raised.value)
+
+
 def test_servers_that_are_gone_are_waited_for(tmp_path: Path) -> None:
     with LyingServer(lambda path, body: []) as server:
         url = server.url
@@ -225,15 +238,14 @@ def test_servers_that_are_gone_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_states_that_do_not_come_name_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.features.engine._WRITING_SECONDS", 0.1)
-    body = b'{"kv_transfer_params": {"eagle3_states": "' + b"0" * 32 + b'"}}'
     with (
-        LyingServer(lambda path, request: [reply(body)]) as server,
+        LyingServer(lambda path, body: [reply(json.dumps(body).encode())]) as server,
         pytest.raises(EndpointError, match="give both the same directory"),
     ):
-        _servers(server.url, tmp_path).ask([[1]], ["0" * 32])
+        EngineStates(opened(tiny_target), _servers(server.url, tmp_path))
 
 
 def test_settings_that_exclude_each_other(make_config: Callable[..., RunConfig]) -> None:

@@ -36,10 +36,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import OWNER, GeneratorSection
-from pipeline.config.credentials import key_headers
+from pipeline.config.credentials import key_headers, without_key
 from pipeline.console import notice, readable_duration
 from pipeline.decoder.request import Request
-from pipeline.documents import BrokenDocument, HttpReply, fetch_reply, name_in, parse_json
+from pipeline.documents import BrokenDocument, HttpReply, fetch_reply, name_in, parse_json, rows_in
 from pipeline.errors import EndpointError, EndpointsUnavailable, MissingPackage
 from pipeline.synth.generate.backend import NextRequest, Reply
 from pipeline.synth.generate.servers import ServerApi, TokenIdReader, Unreadable, pick_api
@@ -311,9 +311,7 @@ async def _identify(
 
     root = url.removesuffix("/v1")
     try:
-        listed = await _page(http, f"{root}/v1/models")
-        rows = listed.get("data")
-        models = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        models = rows_in(await _page(http, f"{root}/v1/models"))
         row = models[0] if models else {}
         owner = name_in(row.get("owned_by"))
         software = owner if owner in (OWNER, *_VERSION_PAGES) else section.backend
@@ -620,16 +618,12 @@ class EndpointClient:
         if response.status_code >= 500:
             raise RequestFailed(f"error_{response.status_code}")
         if response.status_code >= 300:
-            raise RequestRefused(response.status_code, self._without_key(response.text))
+            refusal = without_key(response.text, self._http.headers)
+            raise RequestRefused(response.status_code, refusal)
         try:
             return self._reader.reply(request, self._api.read(parse_json(response.content)))
         except (ValueError, Unreadable):  # truncated JSON, or JSON of something else
             raise RequestFailed("unreadable") from None
-
-    def _without_key(self, text: str) -> str:
-        """A refusal may quote what it refuses."""
-        key = self._http.headers.get("Authorization", "").removeprefix("Bearer ")
-        return text.replace(key, "…") if key else text
 
     async def _post(self, url: str, request: Request, timeout: float) -> HttpReply:
         import httpx
