@@ -50,7 +50,7 @@ test: $(READY) ## Set up if needed, then all tests
 test-quick: $(READY) ## What needs no real model, server, kill or second process: about a minute
 	@$(PYTEST) -m 'not slow and not engines and not matrix' $(ARGS)
 
-test-matrix: $(READY) ## Every drafter, tree, batch and temperature over interpreted GPU kernels: about an hour on two cores
+test-matrix: $(READY) ## Every drafter, tree, batch and temperature over interpreted GPU kernels: long
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto -m matrix tests/decoder/ops/test_triton_engine.py $(ARGS)
 
 test-gemma: $(READY) ## The line over Gemma 3 270M, a base model of 253 MB under Gemma's terms: minutes
