@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 PARENT = '''
-import contextlib, importlib, json, os, resource, signal, sys, time
+import contextlib, faulthandler, importlib, json, os, resource, signal, sys, time
 from pathlib import Path
 
 import torch
@@ -29,8 +29,9 @@ codes = {}
 
 
 def start(name, *command, room=None, stop_at=None):
-    """A command. `room` is the bytes of memory that it may add; before its first call of `stop_at`,
-    "module:function", it stops itself."""
+    """A command. `room` is the bytes of memory that it may add, and where that makes it hang, its
+    stacks are printed and it ends with 1; before its first call of `stop_at`, "module:function",
+    it stops itself."""
     child = os.fork()
     if child:
         return name, child
@@ -42,6 +43,7 @@ def start(name, *command, room=None, stop_at=None):
             if stop_at is not None:
                 _stop_at(*stop_at.split(":"))
             if room is not None:
+                faulthandler.dump_traceback_later(60, exit=True)
                 used = int(Path("/proc/self/statm").read_text().split()[0]) << 12
                 resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
             code = cli.main(command)
