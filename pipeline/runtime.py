@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import socket
@@ -64,6 +65,10 @@ _CHILDREN = 0.2
 _POLL = 2.0
 #: Seconds to reach a cluster's port.
 _CONNECT = 20.0
+#: Seconds that workers have to end once the stage is finished: one that is stopped never does.
+_LINGER = 30.0
+#: Seconds without the cluster's head. After a minute Ray itself would end this process, with 1.
+_HEADLESS = 20.0
 #: Workers that may die in a row without a shard committed between them.
 _DEATHS = 3
 #: Variables that a worker takes over from the driver; the rest are its machine's.
@@ -171,6 +176,8 @@ class _Driver:
         self._folder = stage_location(config.run.uri, stage).child(SHARDS)
         self._running: dict[Any, Any] = {}  # result → actor
         self._deaths = 0
+        self._head = ray.get_runtime_context().gcs_address
+        self._head_seen = time.monotonic()
 
     def run(self) -> Manifest:
         count = self._count()
@@ -179,8 +186,9 @@ class _Driver:
         notice(self._stage, f"{count} workers on Ray")
         try:
             with progress_bar(self._stage, unit="shards", total=None) as bar:
-                seen = 0
-                while self._running:
+                seen, ends = 0, math.inf
+                while self._running and time.monotonic() < ends:
+                    self._look_for_head()
                     done, _ = self._ray.wait(list(self._running), timeout=_POLL)
                     now = len(committed(self._folder.names()))
                     bar.advance(now - seen)
@@ -188,6 +196,8 @@ class _Driver:
                         seen, self._deaths = now, 0
                     for result in done:
                         self._end(result)
+                    if ends == math.inf and find_manifest(self._config.run.uri, self._stage):
+                        ends = time.monotonic() + _LINGER
         finally:
             for actor in self._running.values():
                 self._ray.kill(actor)
@@ -196,6 +206,18 @@ class _Driver:
         rows = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
         notice(self._stage, f"{rows} in {len(manifest.shards)} shards")
         return manifest
+
+    def _look_for_head(self) -> None:
+        """Raises WorkersDied where it has been gone for a while."""
+        try:
+            _reach(self._head)
+        except OSError as error:
+            if time.monotonic() - self._head_seen > _HEADLESS:
+                problem = f"the head of the cluster has gone: {error}"
+                fix = "run the same command again when it is back; what is committed stays"
+                raise WorkersDied(problem, where=f"Ray at {self._head}", fix=fix) from None
+        else:
+            self._head_seen = time.monotonic()
 
     def _count(self) -> int:
         """`run.ray.workers`, or as many as fit into the cluster."""
@@ -248,13 +270,17 @@ def _connect(ray: Any) -> None:
     address = os.environ.get("RAY_ADDRESS")
     try:
         if address and re.fullmatch(r"[^/]+:\d+", address):  # Ray itself tries for six minutes
-            host, port = address.rsplit(":", 1)
-            socket.create_connection((host, int(port)), timeout=_CONNECT).close()
+            _reach(address)
         ray.init(address=address, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
         problem = f"no Ray cluster answers: {' '.join(str(error).split())[:200]}"
         fix = "start one with `ray start --head`, or correct RAY_ADDRESS"
         raise WorkersDied(problem, where=f"Ray at {address or 'local'}", fix=fix) from None
+
+
+def _reach(address: str) -> None:
+    host, port = address.rsplit(":", 1)
+    socket.create_connection((host, int(port)), timeout=_CONNECT).close()
 
 
 def _ray() -> Any:

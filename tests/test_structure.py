@@ -84,6 +84,7 @@ SEAMS = {
     "pipeline.exchange.imports": "a command",
     "pipeline.exchange.inspect": "a command",
     "pipeline.train.follow": "a corpus that is not all there, beside the one that is",
+    "pipeline.prompts.parquet": "a process",
     "pipeline.store.gc": "a command",
     "pipeline.store.verify": "a command",
     "pipeline.server.start": "a command",

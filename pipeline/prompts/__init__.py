@@ -3,6 +3,7 @@
 sources.py      load_prompts, stream_prompts: every configured source, in order, with unique ids;
                 Hugging Face data sets
 files.py        JSONL and Parquet
+parquet.py      the process that unpacks Parquet
 records.py      one raw record → Prompt
 bad_records.py  records that cannot be used: an error, or counted
 draw.py         balanced draws, also of more prompts than memory holds

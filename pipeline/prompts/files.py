@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ from pipeline.config.credentials import holds_credentials
 from pipeline.documents import BrokenDocument, parse_record, refuse_other_kinds
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecord, BadRecords, usable
+from pipeline.prompts.parquet import open_batches
 from pipeline.prompts.records import to_prompt
 from pipeline.records import Prompt
 
@@ -25,16 +26,10 @@ _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 PARQUET = (".parquet", ".parquet.gz")
 #: Bytes of a line: some four million tokens. Parsed, it takes twenty times as much memory.
 LONGEST_LINE = 16 << 20
-#: Of a Parquet file, decoded at one time.
-_ROWS = 4096
 #: Bytes of records that are made of a table at one time.
 _MOST_AT_ONCE = 128 << 20
-#: Values of the lists in a row group.
-_MOST_VALUES = 16 << 20
 #: Bytes of a value as Python has it, and of the shortest one in a line of JSON.
 _OBJECT, _SHORTEST = 64, 3
-#: How many times smaller texts get when they are packed; those of people seldom ten times.
-_MOST_PACKED = 200
 #: Of files that Windows and its programs save as UTF-8 and as UTF-16.
 _MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -109,16 +104,17 @@ def _not_utf8(error: UnicodeDecodeError, where: str) -> BadRecord:
 
 def count_rows(source: str) -> int:
     """Records of a Parquet file, by its own account. Raises DataError."""
-    with _parquet(source) as table:
-        return int(table.metadata.num_rows)
+    open_file(source).close()  # which says what is wrong with a path
+    with open_batches(source) as (count, _, _):
+        return count
 
 
 def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
-    with _parquet(source, as_dictionaries=True) as table:
-        _refuse_repeated_names(table.schema_arrow, source)
-        _refuse_bombs(table.metadata, source)
+    open_file(source).close()
+    with open_batches(source) as (_, schema, batches):
+        _refuse_repeated_names(schema, source)
         number = 0
-        for batch in table.iter_batches(_ROWS):
+        for batch in batches:
             for record in _rows(batch):
                 number += 1
                 yield f"{source}: row {number}", record
@@ -136,22 +132,6 @@ def _refuse_repeated_names(fields: Any, source: str, above: str = "") -> None:
             inner = inner.value_field.type
         if hasattr(inner, "fields"):
             _refuse_repeated_names(inner.fields, source, f"{above}{name}.")
-
-
-def _refuse_bombs(metadata: Any, source: str) -> None:
-    """Raises DataError for a column that may fill the memory once it is unpacked: pages that were
-    packed, and values of lists, of which a run of equal ones takes a few bytes."""
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):
-            size, packed = column.total_uncompressed_size, max(1, column.total_compressed_size)
-            where, problem = f"{source}: {column.path_in_schema}", ""
-            if size > _MOST_AT_ONCE and size > _MOST_PACKED * packed:
-                problem = f"unpacks to {size // packed:,} times its size"
-            if column.num_values - group.num_rows > max(_MOST_VALUES, 8 * packed):
-                problem = f"holds {column.num_values:,} values in {packed:,} bytes"
-            if problem:
-                fix = "write the file again, with smaller row groups and pages of a few megabytes"
-                raise DataError(problem, where=where, fix=fix)
 
 
 def _rows(batch: Any) -> Iterator[Any]:
@@ -200,28 +180,6 @@ def _measured(arrays: Iterable[Any]) -> tuple[int, int]:
             more, inner = int(array.nbytes), 0
         size, values = size + more, values + inner + len(array)
     return size, values
-
-
-@contextmanager
-def _parquet(source: str, *, as_dictionaries: bool = False) -> Iterator[Any]:
-    """The file as pyarrow has it, equal texts maybe once. Raises DataError, also for damage that
-    shows while reading."""
-    import pyarrow
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    with open_file(source) as file:
-        try:
-            table = pyarrow.parquet.ParquetFile(file)
-            if as_dictionaries:
-                columns = [table.schema.column(index) for index in range(len(table.schema))]
-                texts = [each.path for each in columns if each.physical_type == "BYTE_ARRAY"]
-                table = pyarrow.parquet.ParquetFile(file, read_dictionary=texts)
-            yield table
-        except (pyarrow.ArrowException, OSError) as error:
-            if isinstance(error, MemoryError):
-                raise
-            problem = f"not a readable Parquet file: {str(error).splitlines()[0]}"
-            raise DataError(problem, where=source, fix="write the file again") from None
 
 
 def _lines(file: BinaryIO, source: str) -> Iterator[bytes]:

@@ -37,51 +37,58 @@ def main() -> int:
     names = (*TARGETS, _API)
     parser.add_argument("--target", choices=names, action="append", help="the default is all")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="of findings")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     seed = random.randrange(2**31) if options.seed is None else options.seed
     if options.worker:
-        return fuzz(options.target[0], seed, options.seconds, options.out)
+        return fuzz(options.target[0], seed, options.seconds, options.out, options.worker)
     print(f"seed {seed}", flush=True)
     failed = 0
     for name in options.target or names:
         if name == _API:
             failed |= fuzz_server(seed, options.seconds)
             continue
-        command = [sys.executable, "-m", "tests.fuzz", "--worker", "--target", name]
-        command += ["--seconds", str(options.seconds), "--seed", str(seed), "--out"]
-        failed |= subprocess.run([*command, str(options.out)], check=False).returncode
+        with tempfile.TemporaryDirectory() as root:
+            command = [sys.executable, "-m", "tests.fuzz", "--worker", root, "--target", name]
+            command += ["--seconds", str(options.seconds), "--seed", str(seed)]
+            code = subprocess.run([*command, "--out", options.out], check=False).returncode
+            if code < 0:
+                kept = options.out / f"{name}-{seed}-ended"
+                shutil.copytree(Path(root, "case"), kept, dirs_exist_ok=True)
+                print(
+                    f"{name}: {signal.Signals(-code).name} ended it\n    kept in {kept}", flush=True
+                )
+        failed |= code
     return int(bool(failed))
 
 
-def fuzz(name: str, seed: int, seconds: float, out: Path) -> int:
-    """Cases of one target until its time is over; 1 where there are findings."""
+def fuzz(name: str, seed: int, seconds: float, out: Path, root: Path) -> int:
+    """Cases of one target until its time is over, in `root`; 1 where there are findings."""
     target, counts, kinds = TARGETS[name], Counter[str](), set[str]()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGALRM, _too_slow)
-    with tempfile.TemporaryDirectory() as root:
-        right, folder = Path(root, "right"), Path(root, "case")
-        right.mkdir()
-        target.write(right)
-        assert target.read(right), "the files are right as they are"
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
-            rng = random.Random(f"{seed} {name} {counts['cases']}")
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(right, folder)
-            for path in folder.iterdir():
-                if path.suffix in _TREES:  # paths inside are those of the case
-                    path.write_text(path.read_text().replace(str(right), str(folder)))
-            path = rng.choice(sorted(each for each in folder.glob(target.files) if each.is_file()))
-            path.write_bytes(mutate(path.read_bytes(), rng, tree=path.suffix in _TREES))
-            outcome = _outcome(name, folder)
-            counts["cases"] += 1
-            counts["findings" if outcome not in ("accepted", "refused") else outcome] += 1
-            if outcome not in ("accepted", "refused", *kinds):
-                kinds.add(outcome)
-                kept = out / f"{name}-{seed}-{counts['cases'] - 1}"
-                shutil.copytree(folder, kept, dirs_exist_ok=True)
-                print(f"{name}: {path.name}: {outcome}\n    kept in {kept}", flush=True)
+    right, folder = root / "right", root / "case"
+    right.mkdir()
+    target.write(right)
+    assert target.read(right), "the files are right as they are"
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        rng = random.Random(f"{seed} {name} {counts['cases']}")
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(right, folder)
+        for path in folder.iterdir():
+            if path.suffix in _TREES:  # paths inside are those of the case
+                path.write_text(path.read_text().replace(str(right), str(folder)))
+        path = rng.choice(sorted(each for each in folder.glob(target.files) if each.is_file()))
+        path.write_bytes(mutate(path.read_bytes(), rng, tree=path.suffix in _TREES))
+        outcome = _outcome(name, folder)
+        counts["cases"] += 1
+        counts["findings" if outcome not in ("accepted", "refused") else outcome] += 1
+        if outcome not in ("accepted", "refused", *kinds):
+            kinds.add(outcome)
+            kept = out / f"{name}-{seed}-{counts['cases'] - 1}"
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
+            print(f"{name}: {path.name}: {outcome}\n    kept in {kept}", flush=True)
     figures = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     print(f"{name}: {figures}, {len(kinds)} kinds of findings", flush=True)
     return int(bool(kinds))

@@ -314,6 +314,45 @@ def test_a_table_that_unpacks_to_far_more_than_it_is_is_not_read(tmp_path: Path)
         load(path)
 
 
+def _size(number: int, width: int = 0) -> bytes:
+    """A positive integer of a footer (Thrift's zigzag varint), in at least `width` bytes."""
+    digits: list[int] = []
+    number <<= 1
+    while number or len(digits) < width or not digits:
+        digits.append(number & 127)
+        number >>= 7
+    return bytes([*(each | 128 for each in digits[:-1]), digits[-1]])
+
+
+def test_a_table_that_says_it_is_small_cannot_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.prompts.parquet.MEMORY", 128 << 20)
+    path, texts = tmp_path / "p.parquet", [f"{number:{16 << 20}}" for number in range(20)]
+    plainly: dict[str, Any] = {"use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.table({"prompt": texts}), path, compression="zstd", **plainly)
+    column = pq.read_metadata(path).row_group(0).column(0)
+    said = _size(column.total_uncompressed_size)
+    packed = _size(column.total_compressed_size, len(said))
+    whole = path.read_bytes()
+    assert said in whole and len(packed) == len(said)
+    path.write_bytes(whole.replace(said, packed))
+    with pytest.raises(DataError, match=r"p\.parquet: takes more than 128 MiB to unpack \(fix: wr"):
+        load(str(path))
+
+
+def test_a_table_that_ends_the_process_that_reads_it_is_refused(tmp_path: Path) -> None:
+    """pyarrow 26 does not catch it where the counts of nulls belong to a column without any."""
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": ["Why?"]}), path)
+    nullable, required = (bytes([0x25, each, 0x18, 6]) + b"prompt" for each in (2, 0))
+    whole = path.read_bytes()
+    assert whole.count(nullable) == 1
+    path.write_bytes(whole.replace(nullable, required))
+    with pytest.raises(DataError, match=r"p\.parquet: not a readable Parquet file: pyarrow ends w"):
+        load(str(path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("p.jsonl.gz", 1), ("p.parquet", 2)])
 def test_a_small_file_cannot_fill_the_memory(tmp_path: Path, name: str, count: int) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,67 @@ def test_a_node_and_then_the_driver_are_killed(cluster: Any, files: tuple[Path, 
         assert manifest.shards == whole[stage].shards
         assert manifest.content_hash == whole[stage].content_hash
     assert verify_run(uri).problems == ()
+
+
+def workers() -> set[int]:
+    """Processes of actors at work: Ray titles them by the method that runs."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if process.joinpath("cmdline").read_bytes().startswith(b"ray::Worker.run"):
+                found.add(int(process.name))
+    return found
+
+
+def test_a_worker_that_is_stopped_for_good_holds_nobody_up(
+    cluster: Any, files: tuple[Path, Path]
+) -> None:
+    here, there = files
+    whole = run_synth(load(here))
+    process = driver(there, "synth", cluster.address)
+    wait_for(there, "synth", 1, process)
+    stopped = min(workers())
+    os.kill(stopped, signal.SIGSTOP)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    assert read_manifest(load(there).run.uri, "synth").shards == whole.shards
+    os.kill(stopped, signal.SIGKILL)
+
+
+def test_workers_that_die_one_after_the_other_are_said_to(
+    cluster: Any, files: tuple[Path, Path]
+) -> None:
+    process = driver(files[1], "synth", cluster.address)
+    while process.poll() is None:
+        for worker in workers():
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        time.sleep(0.05)
+    output = process.communicate()[0]
+    assert process.returncode == 75, output
+    last = json.loads(output.splitlines()[-1])
+    assert "3 workers died and no shard was committed" in last["message"]
+    assert "Traceback" not in output
+
+
+def test_a_head_that_goes_away_is_tried_again(files: tuple[Path, Path]) -> None:
+    from ray.cluster_utils import Cluster
+
+    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        process = driver(files[1], "synth", own.address)
+        wait_for(files[1], "synth", 1, process)
+        for worker in workers():
+            os.kill(worker, signal.SIGSTOP)
+        own.head_node.kill_gcs_server()  # type: ignore[attr-defined]
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == 75, output
+        assert "the head of the cluster has gone" in output.splitlines()[-1], output
+        assert "Traceback" not in output
+    finally:
+        for worker in workers():
+            os.kill(worker, signal.SIGKILL)
+        own.shutdown()  # type: ignore[no-untyped-call]
 
 
 def test_an_error_of_a_worker_is_the_command_s(cluster: Any, write_config: Write) -> None:
