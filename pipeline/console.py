@@ -129,6 +129,9 @@ _SEQUENCE = re.compile(
 )
 #: Other characters that are no text: controls, halves of surrogate pairs, and marks that make
 #: characters stand in another order than they are written.
+#: What Markdown, and the HTML and formulas in it, would take for something else than text.
+_MARKUP = re.compile(r"[\\|`*\[\]<>&~$@#!]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
+_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -172,15 +175,10 @@ def visible(text: str) -> str:
     return _INVISIBLE.sub(lambda mark: mark[0].encode("unicode_escape").decode(), hidden)
 
 
-def markdown_text(text: str) -> str:
-    """Data as text of a Markdown document: no markup, no HTML, one line, and no cell's end."""
-    shown = (
-        " ".join(printable(text).split())
-        .replace("&", "&amp;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-    )
-    return re.sub(r"([\\`*_\[\]|~$#@!])", r"\\\1", shown)
+def markdown_text(text: str, most: int = 1000) -> str:
+    """Data as Markdown that shows it letter by letter, as `one_line` has it: no markup, no HTML, no
+    link, and no cell's end."""
+    return _MARKUP.sub(lambda mark: _ENTITIES.get(mark[0], f"\\{mark[0]}"), one_line(text, most))
 
 
 def one_line(text: str, most: int = 1000) -> str:

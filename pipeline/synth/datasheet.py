@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from pipeline.console import one_line
+from pipeline.console import markdown_text
 from pipeline.synth.audit import Audit, HistogramBin, Lengths
 
 Rows = list[tuple[str, ...]]
@@ -15,8 +14,6 @@ Rows = list[tuple[str, ...]]
 _BAR = 40  # characters of the longest bar
 _MOST_ROWS = 30  # of a table that grows with the data
 _LONGEST_CELL = 300  # characters
-#: What Markdown, and the HTML and formulas in it, would take for something else than text.
-_MARKUP = re.compile(r"[\\|`*\[\]<>&~$@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
 
 #: Reasons as people read them; a reason with a colon goes by what stands before it.
 _MEANING = {
@@ -155,19 +152,18 @@ def _table(rows: Sequence[Sequence[str]], *columns: str) -> str:
     if not rows:
         return "None."
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(map(_text, row)) + " |" for row in rows[:_MOST_ROWS]]
+    lines += [
+        "| " + " | ".join(markdown_text(cell, _LONGEST_CELL) for cell in row) + " |"
+        for row in rows[:_MOST_ROWS]
+    ]
     if len(rows) > _MOST_ROWS:
         lines.append(f"\nand {len(rows) - _MOST_ROWS:,} more, in audit.json")
     return "\n".join(lines)
 
 
-def _text(value: str) -> str:
-    """Data as Markdown that shows it letter by letter, on one line."""
-    return _MARKUP.sub(r"\\\g<0>", one_line(value, _LONGEST_CELL))
-
-
 def _listed(values: Mapping[str, Any]) -> str:
-    return "; ".join(_text(f"{name} {_shown(value)}") for name, value in values.items()) or "none"
+    pairs = (f"{name} {_shown(value)}" for name, value in values.items())
+    return "; ".join(markdown_text(pair, _LONGEST_CELL) for pair in pairs) or "none"
 
 
 def _shown(value: Any) -> str:

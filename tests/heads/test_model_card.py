@@ -121,7 +121,7 @@ def test_the_golden_figure_is_what_servers_are_held_against() -> None:
 
 def test_where_it_comes_from_and_no_markup_of_data() -> None:
     text = model_card(head(), HeadCard(HUB, PROVENANCE, {}), format="sglang", report=evaluated())
-    assert "MIT 812, CC-BY-4.0 3" in text and "pii:EMAIL\\_ADDRESS 12" in text
+    assert "MIT 812, CC-BY-4.0 3" in text and "pii:EMAIL_ADDRESS 12" in text
     assert "and 11 more" in text and "0c0c" in text
     assert "<script" not in text and "a\\|b &lt;script&gt; 700" in text
 

@@ -235,7 +235,7 @@ def test_markdown_for_a_pull_request() -> None:
     assert tables == [4, 3, 4, 7]
     assert "τ **1.71** (" in text and "**1.24×** over plain" in text
     assert "| speculative, temperature 0 | 8 | 320.0 | 1.00× | 96.0 | 4.3 | 2.00 |" in text
-    assert "* **error** at http://127.0.0.1:30000: its τ is 1.02" in text
+    assert "* **error** at http\\://127.0.0.1:30000: its τ is 1.02" in text
     assert "token-identical to plain decoding in fp32, 32 requests" in text
 
 
