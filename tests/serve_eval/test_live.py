@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.flips import flip_files
 from pipeline import __version__
 from pipeline.cli import main
 from pipeline.config import RunConfig, ServeSection, load
@@ -68,6 +69,9 @@ def test_our_own_server_does_what_the_report_says(finished: Path, serving: Servi
     added = set(Path(config.run.uri).rglob("*")) - set(before)
     assert {each.name for each in added} == {"servers", "eagle3-1.json", "eagle3-2.json"}
     assert read_results(config.run.uri)[0] == result
+    flips = flip_files(Path(config.run.uri), flips=120, seed=0)
+    assert {each.result for each in flips} == {"found"}
+    assert sum(each.kind == "results of servers" for each in flips) > 2
     shutil.rmtree(Path(config.run.uri) / "eval/servers")
 
 
