@@ -104,6 +104,19 @@ def test_names_are_looked_for_only_when_wanted(pii: PiiFilter) -> None:
     assert wide.check(text) == ["LOCATION", "PERSON"] and wide.uses_ner
 
 
+def test_a_lone_place_or_thing_is_no_name() -> None:
+    names = PiiFilter(PiiSection(entities=("PERSON",)))
+    for text in (
+        "When is it best to call from Lisbon to somewhere in Tokyo?",
+        "Parse this CSV and return a list.",
+        "What can someone do with my IBAN?",
+        "She is an American who lives in Texas.",
+    ):
+        assert names.find_all([text]) == [[]], text
+    for text in ("Why is Keiko so impulsive?", "A call between Astrid in Lisbon and Lila in Rome?"):
+        assert names.check(text) == ["PERSON"], text
+
+
 def test_parts_of_an_address_become_one_finding() -> None:
     text = "Ship:\n85 Kirkegade 70\n Apt. 252\n Portland\n OR 97201\nThanks"
     (address,) = without_overlap(find_addresses(text))

@@ -312,11 +312,16 @@ _NOT_NAMES = re.compile(
     r"april|june|july|august|september|october|november|december|monday|tuesday|wednesday|"
     r"thursday|friday|saturday|sunday|write|explain|list|question|answer|example|input|output|note|"
     r"step|act|chapter|part|section|department|ministry|museum|park|javascript|python|java|sql|api|"
-    r"technologies|systems|data|science|war|world|national|international|association|institute|"
+    r"technologies|systems|data|date|phone|convert|translate|summari[sz]e|science|war|world|national|international|association|institute|"
     r"your|you|here|dear)\b"
 )
 _MISLABELLED = frozenset({"ORG", "GPE", "FAC", "WORK_OF_ART", "PRODUCT", "EVENT", "LOC", "NORP"})
 _NAME_SHAPED = re.compile(_NAME)
+#: Before a lone capitalised word: it is a place or a thing, not a person.
+_BEFORE_THINGS = re.compile(
+    r"(?i)in|from|near|via|about|a|an|new|on|ein|eine|einen|nach|aus|en|un|une|una|nad|\W*[,;:(>/]\W*|"
+    r"\s*\n\s*|\W*\d\S*"
+)
 
 
 def find_names(text: str) -> Iterator[Finding]:
@@ -328,9 +333,16 @@ def find_names(text: str) -> Iterator[Finding]:
 
 
 def mislabelled_names(document: Any) -> Iterator[Finding]:
-    """Entities of a spaCy document that have the shape of a name under another label."""
+    """Entities of a spaCy document that have the shape of a name under another label.
+
+    A lone word is seldom one: it is none in capitals (CSV), after a word that stands before places
+    and things (in Lisbon, an American), or within a list or an address (4 Main St, Springfield).
+    """
     for entity in document.ents:
         is_name = _NAME_SHAPED.fullmatch(entity.text) and not _NOT_NAMES.search(entity.text)
+        if len(entity) == 1 and is_name:
+            before = document[entity.start - 1].text if entity.start else ""
+            is_name = not (entity.text.isupper() or _BEFORE_THINGS.fullmatch(before))
         if entity.label_ in _MISLABELLED and is_name:
             yield Finding(entity.start_char, entity.end_char, "PERSON", _NAME_MISLABELLED)
 
