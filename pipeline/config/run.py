@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -211,6 +212,20 @@ class TargetSection(Section):
         if not _is_template(text):
             raise ValueError("is not a Jinja template: it holds neither {{ nor {%")
         return text
+
+    def output_indices(self, num_layers: int) -> tuple[int, ...]:
+        """Of the aux layers of a target with so many, low to high.
+
+        Raises ConfigError when a layer does not exist or they are not ascending.
+        """
+        auto = (1, num_layers // 2 - 1, num_layers - 4)
+        layers = auto if self.capture_layers == "auto" else self.capture_layers
+        if not all(low < high for low, high in pairwise((-1, *layers, num_layers))):
+            those = f"ascending layers of a target that has {num_layers} (0…{num_layers - 1})"
+            problem = f"{list(layers)} do not name {those}"
+            fix = "choose existing output indices, low to high; most heads read three"
+            raise ConfigError(problem, where="target.capture_layers", fix=fix)
+        return layers
 
 
 def _is_template(text: str) -> bool:

@@ -91,9 +91,18 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         f"shards: about {shards:,} of {size.total / max(1, shards) / 1e6:,.1f} MB",
         f"memory: {_SHARDS_HELD} shards of bf16 states and one packed forward beside the target",
     )
-    if manifest and config.features.backend == "vllm":
-        layers = layers_in_vllm(manifest.contract.capture_layers, target.layers)
+    if config.features.backend == "vllm":
+        own = config.target.output_indices(target.layers)
+        layers = layers_in_vllm(
+            manifest.contract.capture_layers if manifest else own, target.layers
+        )
         basis += (f"server: {serve_command(config, layers)}",)
+        answer = config.synth.generator.endpoints if config.synth else ()
+        if {*answer} & {*config.features.engine.endpoints}:
+            basis += (
+                "one visit: the servers that answer also capture; they prefill each conversation "
+                f"again, {samples.tokens:,} tokens",
+            )
     if keep is not None and keep < shards:
         basis += (
             f"at most {keep:,} shards at one time, of {size.total / 1e6:,.1f} MB in all: training "

@@ -19,7 +19,6 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from pipeline.config import TargetSection
 from pipeline.console import notice
 from pipeline.documents import BrokenDocument, open_file, parse_json, read_json
-from pipeline.errors import ConfigError, ContractMismatch, TargetError, brief
+from pipeline.errors import ContractMismatch, TargetError, brief
 from pipeline.records import TargetContract, digest, match_contracts
 from pipeline.target.architecture import DECODED, Architecture, read_architecture, read_config
 from pipeline.target.arithmetic import pick_device, resolve_dtype
@@ -325,7 +324,7 @@ def read_contract(
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
         rope=_rope(config, where),
-        capture_layers=capture_layers(target, config.num_hidden_layers),
+        capture_layers=target.output_indices(config.num_hidden_layers),
         tokenizer_hash=_tokenizer_hash(directory, where),
         chat_template_hash=_template_hash(directory, resolved.source, target.chat_template),
         chat_template=target.chat_template,
@@ -357,22 +356,6 @@ def recheck_weights(contract: TargetContract, *, where: str) -> str | None:
         where = f"{where}: contract.fingerprint"
         raise ContractMismatch(f"{problem}, {source} now has {has[:23]}…", where=where, fix=fix)
     return None
-
-
-def capture_layers(target: TargetSection, num_layers: int) -> tuple[int, ...]:
-    """Output indices of the aux layers, low to high; auto is [1, L//2-1, L-4].
-
-    Raises ConfigError when a layer does not exist or they are not ascending.
-    """
-    chosen = target.capture_layers
-    layers = (1, num_layers // 2 - 1, num_layers - 4) if chosen == "auto" else chosen
-    ascending = all(low < high for low, high in pairwise((-1, *layers, num_layers)))
-    if not layers or not ascending:
-        those = f"ascending layers of a target that has {num_layers} (0…{num_layers - 1})"
-        problem = f"{list(layers)} do not name {those}"
-        fix = "choose existing output indices, low to high; most heads read three"
-        raise ConfigError(problem, where="target.capture_layers", fix=fix)
-    return layers
 
 
 def _rope(config: Any, where: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -249,6 +250,44 @@ def test_a_stage_that_is_killed_goes_on(tmp_path: Path) -> None:
     (arithmetic,) = manifest.arithmetic
     assert (arithmetic.kernels, arithmetic.device) == ("vllm 0.32.0", "server")
     assert not verify_run(str(run)).problems
+
+
+def _counted(url: str) -> dict[str, float]:
+    """Tokens that a server has prefilled and decoded."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    names = {"prompt": "vllm:prompt_tokens_total{", "reply": "vllm:generation_tokens_total{"}
+    return {
+        key: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+        for key, name in names.items()
+    }
+
+
+def test_one_server_answers_and_captures(tmp_path: Path) -> None:
+    """One visit: the target is loaded once, and each conversation is prefilled a second time."""
+    run, target = tmp_path / "run", opened()
+    with states_server(target, tmp_path) as server:
+        endpoints = json.dumps([f"{server.url}/v1"])
+        settings = [
+            "features.backend=vllm",
+            f"features.engine.endpoints={endpoints}",
+            f"features.engine.directory={tmp_path / 'states'}",
+            "synth.generator.backend=vllm",
+            f"synth.generator.endpoints={endpoints}",
+        ]
+        counts = [_counted(server.url)]
+        for stage in ("synth", "features"):
+            subprocess.run(_stage(run, stage, *settings), check=True, cwd=ROOT)
+            counts.append(_counted(server.url))
+    synth, features = read_manifest(str(run), "synth"), read_manifest(str(run), "features")
+    answering, capturing = (
+        {key: after[key] - before[key] for key in after} for before, after in pairwise(counts)
+    )
+    print(f"{synth.rows} samples, {synth.tokens:,} tokens; answering {answering}; {capturing}")
+    assert features.tokens == synth.tokens and not verify_run(str(run)).problems
+    assert answering["reply"] >= synth.details["supervised_tokens"] > 0
+    # Once more, but for samples that are asked for again to be compared; and no word is made.
+    assert synth.tokens <= capturing["prompt"] < 1.6 * synth.tokens
+    assert capturing["reply"] < 2.5 * synth.rows
 
 
 def test_vllm_in_the_process_of_the_stage(tmp_path: Path) -> None:

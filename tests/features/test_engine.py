@@ -19,12 +19,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.config import EngineSection, FeaturesSection, RunConfig, TargetSection
+from pipeline.config import (
+    EngineSection,
+    FeaturesSection,
+    GeneratorSection,
+    RunConfig,
+    TargetSection,
+)
 from pipeline.errors import DataError, EndpointError, EndpointsUnavailable
 from pipeline.features.capture import LocalStates, capture_shard
 from pipeline.features.engine import EngineStates, Servers, asked_layers
 from pipeline.features.plan import plan
-from pipeline.records import Sample
+from pipeline.records import Plan, Sample
 from pipeline.target.forward import layer_outputs, register_packed_attention
 from pipeline.target.open import Target, open_target
 from tests.features.conftest import finish_synth
@@ -257,6 +263,29 @@ def test_settings_that_exclude_each_other(make_config: Callable[..., RunConfig])
     assert make().section_hash("features") != make(backend="vllm").section_hash("features")
     served = make(backend="vllm", engine={"concurrency": 3})
     assert served.section_hash("features") == make(backend="vllm").section_hash("features")
+
+
+def test_a_plan_names_one_visit_before_there_are_samples(
+    tmp_path: Path, make_config: Callable[..., RunConfig]
+) -> None:
+    """The server has to be there before synth, and its command before that."""
+    endpoints = ["http://127.0.0.1:8000/v1"]
+    config = make_config(tmp_path, backend="vllm", engine={"endpoints": endpoints})
+    parent = Plan(
+        stage="synth", state="", records=10, tokens=500, shards=1, storage_bytes=0,
+        peak_memory_bytes=0, basis=(), supervised_tokens=200,
+    )  # fmt: skip
+    lines = plan(config, parent).basis
+    assert any(line.startswith("server: vllm serve ") for line in lines)
+    assert not any("one visit" in line for line in lines)
+    generator = GeneratorSection.model_validate({"backend": "vllm", "endpoints": endpoints})
+    synth = config.synth.model_copy(update={"generator": generator})  # type: ignore[union-attr]
+    (line,) = (
+        each
+        for each in plan(config.model_copy(update={"synth": synth}), parent).basis
+        if each.startswith("one visit: ")
+    )
+    assert "prefill each conversation again, 500 tokens" in line
 
 
 def test_a_plan_prints_the_server(tmp_path: Path, make_config: Callable[..., RunConfig]) -> None:

@@ -39,6 +39,19 @@ def test_a_real_server_is_judged_rightly(recording: Recording, dtype: str, liste
             assert errors & set(recording.found)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slight_noise_in_the_target_shows_by_how_often_replies_part(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each is a near-tie by itself, as another machine's arithmetic had them."""
+    monkeypatch.setattr("pipeline.serve_eval.servers.findings.NEAR_TIE", 1.0)
+    name = "a target with noise in one MLP"
+    (recording,) = (each for each in RECORDINGS.servers if each.name == name)
+    seen = recording.seen(recording.runs[0], RECORDINGS.reports[dtype], listed=True)
+    (found,) = (each for each in findings_of(seen) if each.name == "replies_differ")
+    assert "too often: as if noise of 0.4" in found.text
+
+
 def test_there_are_as_many_as_the_documentation_says() -> None:
     right = [run for each in RECORDINGS.servers if not each.found for run in each.runs]
     assert len(right) >= 50

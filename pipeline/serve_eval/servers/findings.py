@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from math import inf
+from math import erfc, inf, log, log1p, sqrt
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -43,6 +43,10 @@ from pipeline.serve_eval.servers.load import LiveReply, LoadRun
 _NOTHING_ACCEPTED = 1.05
 #: A right server's text parts where the next token is no further below, in nats: bf16, and fp32.
 NEAR_TIE, EXACT_TIE = 0.5, 0.01
+#: Standard deviation of what another arithmetic adds to the difference of two logits, in nats: 0.20
+#: at most of a right server in bf16. More must explain the replies better by so much, in nats of
+#: their likelihood (95 % of the chi-squared distribution with one degree of freedom).
+NOISE, _LIKELIER = 0.25, 1.92
 #: Drafts in bf16 are others than the decoder's, on a right server, only where these lead by little:
 #: by so many nats all together, and by so many more for each round.
 NEAR_DRAFTS, NEAR_DRAFT = 0.4, 0.001
@@ -51,6 +55,13 @@ _OTHER_ROUNDS = 0.04
 #: How far τ may move between concurrencies, by near-ties and by prompts that are sent again.
 _UNDER_LOAD = 0.10
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}  # the gravest first
+
+
+class Noise(NamedTuple):
+    """On the differences of a server's logits, at least NOISE."""
+
+    sigma: float  # nats
+    likelier: float  # than NOISE, in nats of the log-likelihood
 
 
 class PairedTau(NamedTuple):
@@ -167,6 +178,28 @@ class SeenServer:
                 parting = parting_of(prompt, theirs, golden.stop_ids)
                 partings += [parting] if parting else []
         return partings
+
+    @property
+    def noise(self) -> Noise:
+        """What explains best where the replies part: noise n ~ N(0, sigma) on each lead g of the
+        likeliest token. It is the server's as well with probability P(n < g)."""
+        partings = {each.prompt: each for each in self.partings}
+        ids = {each.question.request_id: each.token_ids for each in self.runs[0].replies}
+        taken, lost = list[float](), [each.gap or 0.0 for each in partings.values()]
+        for prompt in self.golden_prompts:
+            theirs = ids.get(prompt.id) or ()
+            end = partings[prompt.id].position if prompt.id in partings else len(theirs)
+            taken += prompt.runner_up_gaps[:end]
+
+        def likelihood(sigma: float) -> float:
+            scale = sigma * sqrt(2)
+            surprises = [log1p(-erfc(gap / scale) / 2) for gap in taken]
+            surprises += [log(max(erfc(gap / scale) / 2, 1e-300)) for gap in lost]
+            return sum(surprises)
+
+        tried = [NOISE * 1.1**step for step in range(30)]  # 0.25 … 4
+        best = max(tried, key=likelihood)
+        return Noise(best, likelihood(best) - likelihood(NOISE))
 
     @property
     def exact_rounds(self) -> bool:
@@ -573,6 +606,12 @@ def texts(seen: SeenServer) -> Iterator[ServerFinding]:
     elif len(unlikely) > len(partings) / 2 and len(unlikely) > 1:
         text = f"{count}, {len(unlikely)} of them with neither of the two likeliest tokens, first "
         text += f"{unlikely[0].prompt} at token {unlikely[0].position + 1}"
+        fix = "compare the target's weights, their type and quantisation, and sampling defaults"
+        yield finding("error", "replies_differ", text, fix)
+    elif not seen.exact and (noise := seen.noise).likelier > _LIKELIER:
+        text = f"{count}, each where the next likeliest token is within {limit:g} nats, but too "
+        text += f"often: as if noise of {noise.sigma:.2f} nats lay on the differences of logits, "
+        text += f"where {NOISE:g} are allowed"
         fix = "compare the target's weights, their type and quantisation, and sampling defaults"
         yield finding("error", "replies_differ", text, fix)
     else:
