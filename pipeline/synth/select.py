@@ -59,8 +59,10 @@ __all__ = [
     "PromptCounts",
     "PromptShard",
     "Selection",
+    "draws_from",
     "find_selection",
     "load_prompt_shard",
+    "position",
     "prompt_counts",
     "select",
     "synth_section",
@@ -197,7 +199,7 @@ def _refuse_other_prompts(first: Selection, ours: Selection, location: Location)
         )
 
 
-def _position(prompt: Prompt) -> float:
+def position(prompt: Prompt) -> float:
     """Where in [0, 1) its source and id put a prompt."""
     return int(digest([prompt.source, prompt.sample_id])[:13], 16) / 16**13
 
@@ -227,7 +229,7 @@ class PromptStream:
         drawn = 0
         for prompt in draw(passed, section.max_prompts, self._seed, self._balance):
             drawn += 1
-            if _position(prompt) < section.share:
+            if position(prompt) < section.share:
                 selected += 1
                 yield prompt
         drawn_from = self.loaded - self.rejected.total()

@@ -185,20 +185,21 @@ def test_a_rival_that_was_trained_anew_is_another_one(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.copytree(folder, tmp_path / "copy")
     copy = tmp_path / "copy"
-    shutil.rmtree(copy / "new/eval")
-    assert main(["refresh", *words(copy, "new", "eval.max_new_tokens=4")]) == 0
+    shutil.copytree(refreshed[0], copy)
+    shutil.rmtree(copy / "eval")
+    short = [f"run.uri={copy}", "eval.max_prompts=8", "eval.max_new_tokens=4"]
+    assert main(["eval", *words(folder, "copy", *short)]) == 0
     scratch = [
-        f"run.uri={copy / 'new/scratch'}",
-        f"target.source={copy / 'tuned'}",
-        f"train.states={copy / 'new'}",
+        f"run.uri={copy / 'scratch'}",
+        f"target.source={folder / 'tuned'}",
+        f"train.states={copy}",
         "train.learning_rate=0.01",
-        "--force",
+        "train.max_steps=1",
     ]
-    assert main(["train", "-c", str(copy / "run.yaml"), *scratch]) == 0
+    assert main(["train", "-c", str(folder / "run.yaml"), *scratch, "--force"]) == 0
     capsys.readouterr()
-    assert main(["eval", *words(copy, "new", "eval.max_new_tokens=4")]) == 2
+    assert main(["eval", *words(folder, "copy", *short)]) == 2
     assert "another config: eval.compare.scratch" in capsys.readouterr().err
 
 
