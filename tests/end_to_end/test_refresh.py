@@ -250,7 +250,13 @@ def test_killed_in_every_stage_it_ends_with_the_same_heads(
         EvalReport.model_validate_json((each / "eval/report.json").read_bytes()).refresh
         for each in (cut, new)
     ]
-    assert figures[0] == figures[1] is not None
+    # τ rests on the tree, which `auto` picks by what takes how long at the moment.
+    cost = [
+        {name: head.model_dump(exclude={"acceptance_length"}) for name, head in each.heads.items()}
+        for each in figures
+        if each is not None
+    ]
+    assert len(cost) == 2 and cost[0] == cost[1]
     assert files_of(folder / "old") == before
 
 
