@@ -261,8 +261,11 @@ def test_killed_in_every_stage_it_ends_with_the_same_heads(
 
 
 @pytest.fixture
-def fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> Fails:
+def fails(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Fails:
     """Run a refresh that must fail cleanly, with nothing written; returns its one error line."""
+    monkeypatch.setattr("pipeline.cli.run", lambda *_: pytest.fail("a stage has begun"))
 
     def run(*more: str, code: int = 2, command: str = "refresh") -> str:
         capsys.readouterr()
@@ -367,9 +370,7 @@ def test_settings_that_are_no_refresh(folder: Path, fails: Fails) -> None:
     assert "a refresh adds rivals old and scratch" in line
 
 
-def test_other_prompts_are_told(
-    folder: Path, fails: Fails, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_prompts_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, told in (([], False), (["synth.max_prompts=20"], True)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("pipeline.cli.run", lambda *_: None)
