@@ -168,8 +168,9 @@ class Comparison:
         for rival in rivals:
             head: DraftingHead | None = None
             if rival.head:
-                head, card = open_head(rival.head)
                 contract, where = self._target.contract, f"head {rival.head}"
+                expected = None if self._is_refresh else contract
+                head, card = open_head(rival.head, expected=expected)
                 match_contracts(contract, card.contract, where=where, tuned=self._is_refresh)
                 positions, needed = head.shape.max_position_embeddings, self.model.max_length
                 if positions < needed:

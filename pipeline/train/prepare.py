@@ -254,15 +254,15 @@ def choose_init(
     target.
     """
     if section.start_from:
-        earlier, card = open_head(section.start_from)
-        where, tuned = f"head {section.start_from}", refresh is not None
-        match_contracts(contract, card.contract, where=where, tuned=tuned)
+        earlier, card = open_head(section.start_from, expected=None if refresh else contract)
         origin = {
             "head": section.start_from,
             "weights_sha256": Location(section.start_from).sha256(WEIGHTS),
             "provenance": card.provenance,
         }
         if refresh:
+            where = f"head {section.start_from}"
+            match_contracts(contract, card.contract, where=where, tuned=True)
             origin["manifest"] = read_manifest(refresh.run, "train").content_hash
         check_algorithm(section, earlier, where=section.start_from)
         chosen = algorithm_of(earlier)
