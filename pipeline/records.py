@@ -278,6 +278,11 @@ class TargetContract(Record):
 #: the fingerprint covers (heads of schema 2 name the type they were computed in), and the figure
 #: by which older ones are known.
 CONTRACT_LABELS = frozenset({"source", "revision", "dtype", "sampled_fingerprint"})
+#: Fields that may also differ between a target and its fine-tune, whose weights may be stored tied
+#: or not: a head for the one can go on as one for the other.
+TUNED_FIELDS = frozenset(
+    {"fingerprint", "parameters", "chat_template_hash", "chat_template_kwargs"}
+)
 
 
 class Arithmetic(Record):
@@ -422,15 +427,19 @@ class Plan(Record):
     basis: tuple[str, ...]  # one line an assumption
 
 
-def match_contracts(target: TargetContract, other: TargetContract, *, where: str) -> None:
+def match_contracts(
+    target: TargetContract, other: TargetContract, *, where: str, tuned: bool = False
+) -> None:
     """Raise ContractMismatch on the first field in which `other` differs from this run's target.
 
-    `other` is the contract of the artefact at `where`. CONTRACT_LABELS may differ.
+    `other` is the contract of the artefact at `where`. CONTRACT_LABELS may differ, and TUNED_FIELDS
+    where the target may be a fine-tune of the one that the artefact was made for.
     """
+    may_differ = CONTRACT_LABELS | TUNED_FIELDS if tuned else CONTRACT_LABELS
     by_hash = {"chat_template"}
     ours, theirs = (each.model_dump(mode="json", exclude=by_hash) for each in (target, other))
     for field, value in ours.items():
-        if field in CONTRACT_LABELS or theirs[field] == value:
+        if field in may_differ or theirs[field] == value:
             continue
         if field == "fingerprint" and target.has_weights_of(other):
             continue

@@ -34,10 +34,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": BASE | {"target"},
     **{name: BASE | SHARED for name in STAGES | {"exchange"}},
     "runtime": BASE | SHARED | STAGES,
+    "refresh": BASE | SHARED | STAGES,
     "api": BASE | SHARED | STAGES | {"runtime"},
     "server": BASE | SHARED,
     "jobs": BASE,
-    "cli": BASE | SHARED | STAGES | {"exchange", "jobs", "runtime", "server"},
+    "cli": BASE | SHARED | STAGES | {"exchange", "jobs", "refresh", "runtime", "server"},
 }
 
 #: folder inside a room → the other folders of the room that it may import; "." is the room itself
@@ -81,6 +82,7 @@ ON_DISK = {"pipeline/store/samples.py: asked", "pipeline/synth/audit.py: longest
 SEAMS = {
     "*.plan": "what --plan computes, without torch",
     "pipeline.cli.pii_score": "a command",
+    "pipeline.refresh": "a command",
     "pipeline.exchange.imports": "a command",
     "pipeline.exchange.inspect": "a command",
     "pipeline.train.follow": "a corpus that is not all there, beside the one that is",

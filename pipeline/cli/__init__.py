@@ -2,6 +2,7 @@
 
 eagle3 synth|features|train|eval -c run.yaml [section.key=value …] [--plan] [--force]
 eagle3 run    -c run.yaml …      the four stages in order
+eagle3 refresh -c run.yaml target.source=TUNED run.uri=NEW refresh.run=OLD …   after a fine-tune
 eagle3 show   -c run.yaml …      the resolved configuration as YAML
 eagle3 schema [report]           the JSON schema of the configuration, or of report.json
 eagle3 drafters                  what can draft, what it needs, and its settings
@@ -152,6 +153,9 @@ def _load_stages(arguments: argparse.Namespace) -> tuple[RunConfig, tuple[Stage,
     )
     if arguments.command != "run":
         return config, (arguments.command,)
+    if config.refresh:
+        problem, fix = "is set, which trains a head more", "run `eagle3 refresh` instead"
+        raise ConfigError(problem, where=f"{arguments.config}: refresh", fix=fix)
     if find_manifest(config.run.uri, "train") is None:
         from pipeline.train.plan import check_size
 
@@ -159,12 +163,44 @@ def _load_stages(arguments: argparse.Namespace) -> tuple[RunConfig, tuple[Stage,
     return config, STAGES
 
 
+def _refresh(arguments: argparse.Namespace) -> int:
+    config = load(
+        arguments.config, arguments.overrides, force=arguments.force, shard=arguments.shard
+    )
+    require_refresh(config, arguments.config)
+    from pipeline.refresh import check_refresh
+
+    check_refresh(config)
+    for stage, each in refresh_steps(config):
+        arguments.stage = stage
+        run(each, stage)
+    return 0
+
+
+def require_refresh(config: RunConfig, where: str) -> None:
+    """Raises ConfigError for a configuration of an ordinary run."""
+    if config.refresh is None:
+        fix = "set refresh.run to the run whose head goes on"
+        raise ConfigError("required but not set", where=f"{where}: refresh", fix=fix)
+
+
+def refresh_steps(config: RunConfig) -> list[tuple[Stage, RunConfig]]:
+    """The stages of a refresh in order, each with its configuration."""
+    *before, last = ((stage, config) for stage in STAGES)
+    return [*before, ("train", config.from_scratch), last]
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     workers = [] if arguments.workers is None else [f"plan.workers={arguments.workers}"]
     overrides = [*arguments.overrides, *workers]
     config = load(arguments.config, overrides, force=arguments.force, shard=arguments.shard)
-    stages = STAGES if arguments.command == "run" else (arguments.command,)
-    _print_plans(make_plans(config, stages), config)
+    stages = STAGES if arguments.command in ("run", "refresh") else (arguments.command,)
+    plans = make_plans(config, stages)
+    if arguments.command == "refresh":
+        require_refresh(config, arguments.config)
+        states = None if find_manifest(config.run.uri, "features") else plans[1]
+        plans.insert(3, plan_of("train")(config.from_scratch, states))
+    _print_plans(plans, config)
     return 0
 
 
@@ -609,6 +645,11 @@ def _add_stages(commands: Commands) -> None:
             _add_server(command, "evaluate a running server with the same prompts instead")
     in_order = "the four stages in order; finished ones are left as they are"
     _command(commands, "run", None, in_order, configured, staged)
+    tuned = (
+        "after the target was fine-tuned: answer prompts again, go on from the head of "
+        "refresh.run, and compare it with that head and one from scratch; docs/refresh.md"
+    )
+    _command(commands, "refresh", _refresh, tuned, configured, staged)
     _command(commands, "show", _show, "print the resolved configuration as YAML", configured)
     schema = _command(
         commands, "schema", _schema, "print the JSON schema of the configuration, or a report"

@@ -36,8 +36,11 @@ from pipeline.config.drafter import (
 )
 from pipeline.config.evaluation import EvalSection, RivalSection
 from pipeline.config.run import (
+    OLD,
+    SCRATCH,
     EngineSection,
     FeaturesSection,
+    RefreshSection,
     RunConfig,
     RunSection,
     TargetSection,
@@ -72,7 +75,9 @@ __all__ = [
     "DRAFTERS",
     "DRAFTER_GROUP",
     "HEAD_GROUP",
+    "OLD",
     "OWNER",
+    "SCRATCH",
     "BatchTrees",
     "BlockDrafterSection",
     "DlpSection",
@@ -88,6 +93,7 @@ __all__ = [
     "PiiSection",
     "QualitySection",
     "RecognizerSpec",
+    "RefreshSection",
     "RivalSection",
     "RunConfig",
     "RunSection",
@@ -235,7 +241,7 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
     said = " or ".join(dict.fromkeys(same)) if location != whole else _said(first)
     if isinstance(first["input"], dict) and "; " in said:  # of a section, whose text is no advice
         problem, _, fix = said.partition("; ")
-        return ConfigError(problem, where=f"{where}: {dotted}", fix=fix)
+        return ConfigError(problem, where=f"{where}: {dotted}" if dotted else where, fix=fix)
     shown = f", got {first['input']!r}" if _may_be_shown(location, first["input"]) else ""
     return ConfigError(f"{said}{shown}", where=f"{where}: {dotted}", fix=_describe(location))
 

@@ -32,8 +32,8 @@ class RivalSection(Section):
     """Head directory, for a trained drafter."""
     drafter: DrafterSection = DrafterSection()
     """What drafts."""
-    tree: TreeSection = TreeSection()
-    """Its draft tree."""
+    tree: TreeSection | None = TreeSection()
+    """Its draft tree. None: the report's own, also where that is auto."""
 
     @model_validator(mode="after")
     def _is_settled(self) -> RivalSection:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from pipeline.config.credentials import VariableName, check_endpoint
-from pipeline.config.evaluation import EvalSection
+from pipeline.config.evaluation import EvalSection, RivalSection
 from pipeline.config.section import Section
 from pipeline.config.server import ServeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SynthSection
@@ -64,6 +64,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "keep_checkpoints",
         "grace_seconds",
         "timeout_minutes",
+        "states",  # by their manifest's hash
         "wandb",
         "wandb_project",
     },
@@ -338,6 +339,22 @@ class PlanSection(Section):
     """Length assumed of a prompt that cannot be read here; one turn."""
 
 
+class RefreshSection(Section):
+    """Going on with the head of an earlier run after its target was fine-tuned."""
+
+    run: str
+    """The earlier run. Its head and manifests are read, nothing of it is written."""
+
+    @property
+    def head(self) -> str:
+        """Where the earlier head is."""
+        return f"{self.run.rstrip('/')}/train/head"
+
+
+#: What a refresh compares its head with: the earlier run's, and one that is trained from scratch.
+OLD, SCRATCH = "old", "scratch"
+
+
 class RunConfig(Section):
     """All of a run. `eagle3 schema` prints the JSON schema, `eagle3 show` the resolved values."""
 
@@ -359,6 +376,9 @@ class RunConfig(Section):
     """What a cluster gives to the stages; part of no hash."""
     plan: PlanSection = PlanSection()
     """What `--plan` reckons with."""
+    refresh: RefreshSection | None = None
+    """The earlier run of `eagle3 refresh` (docs/refresh.md). It sets train.start_from, and adds two
+    heads to eval.compare."""
 
     @model_validator(mode="after")
     def _is_followed_where_shards_are_deleted(self) -> RunConfig:
@@ -372,6 +392,67 @@ class RunConfig(Section):
                 "train.follow needs to know how many shards stay; set features.keep_shards"
             )
         return self
+
+    @model_validator(mode="after")
+    def _goes_on_from_the_earlier_head(self) -> RunConfig:
+        """With what a refresh sets of training and evaluation."""
+        if self.refresh is None:
+            return self
+        head = self.refresh.head
+        if _place(self.run.uri) == _place(self.refresh.run):
+            raise ValueError(
+                "run.uri and refresh.run are one run; set run.uri to a new one, beside it"
+            )
+        if self.train.follow:
+            raise ValueError(
+                "a refresh trains two heads on the same states; set train.follow=false, and leave "
+                "features.keep_shards out"
+            )
+        if self.train.start_from not in (None, head):
+            raise ValueError("a refresh starts from refresh.run; leave train.start_from out")
+        if self.eval.head is not None or not self.eval.drafter.needs_head:
+            raise ValueError(
+                "a refresh evaluates its own head; leave eval.head out, and set eval.drafter.name "
+                "to one that needs a head"
+            )
+        rivals = {
+            name: RivalSection(name=name, head=at, drafter=self.eval.drafter, tree=None)
+            for name, at in ((OLD, head), (SCRATCH, f"{self.scratch_uri}/train/head"))
+        }
+        if any(rivals.get(each.name, each) != each for each in self.eval.compare):
+            raise ValueError(
+                f"eval.compare: a refresh adds rivals {OLD} and {SCRATCH}; rename yours"
+            )
+        others = [each for each in self.eval.compare if each.name not in rivals]
+        compare = (*others, *rivals.values())
+        return self.model_copy(
+            update={
+                "train": self.train.model_copy(update={"start_from": head}),
+                "eval": self.eval.model_copy(update={"compare": compare}),
+            }
+        )
+
+    @property
+    def scratch_uri(self) -> str:
+        """The run of the head from scratch, inside that of a refresh."""
+        return f"{self.run.uri.rstrip('/')}/{SCRATCH}"
+
+    @property
+    def from_scratch(self) -> RunConfig:
+        """Of a refresh: the same training on the same states, of a new head."""
+        train = {"start_from": None, "states": self.run.uri}
+        return self.model_copy(
+            update={
+                "run": self.run.model_copy(update={"uri": self.scratch_uri}),
+                "train": self.train.model_copy(update=train),
+                "refresh": None,
+            }
+        )
+
+    @property
+    def states_uri(self) -> str:
+        """The run that holds the states to train on."""
+        return self.train.states or self.run.uri
 
     def in_turn(self, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
         """`stages` one by one, but features together with a training that follows it."""
@@ -408,6 +489,12 @@ class RunConfig(Section):
         if keys[-1] not in fields:
             return None
         return to_jsonable_python(fields[keys[-1]].get_default(call_default_factory=True))
+
+
+def _place(uri: str) -> str:
+    """One spelling of a run's URI."""
+    path = uri.removeprefix("file://").removeprefix("local://")
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
 _run = RunSection()

@@ -246,6 +246,9 @@ class SynthSection(Section):
     """Where prompts come from."""
     max_prompts: int | None = Field(None, gt=0)
     """At most this many prompts over all sources, after the filters that need no model."""
+    share: float = Field(1.0, gt=0, le=1)
+    """About this share of the prompts that were drawn is answered; source and id of each decide, so
+    a larger share holds all of a smaller one."""
     allowed_licenses: tuple[str, ...] = (
         "MIT",
         "Apache-2.0",

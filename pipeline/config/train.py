@@ -150,6 +150,9 @@ class TrainSection(Section):
     """Loss weight of step k is step_decay**k."""
     start_from: str | None = None
     """Head directory to fine-tune; its draft vocabulary and shape are kept."""
+    states: str | None = None
+    """Run whose states are trained on, where they are not in this one: several heads can share
+    them. None: this run's."""
     loss: Loss = "cross_entropy"
     """Soft cross-entropy or KL divergence on the draft vocabulary."""
     teacher_temperature: float = Field(1.0, gt=0)
@@ -255,6 +258,8 @@ class TrainSection(Section):
                 "follow trains on all states, max_steps would leave some unread; "
                 "leave it out, or set data_tokens"
             )
+        if self.follow and self.states:
+            raise ValueError("follow deletes the states that it has trained on; leave states out")
         return self
 
     @property

@@ -46,6 +46,7 @@ __all__ = [
     "Percentiles",
     "PromptResult",
     "ReferenceCheck",
+    "RefreshFigures",
     "ReportSettings",
     "RoundCounters",
     "ServerExpectation",
@@ -55,6 +56,7 @@ __all__ = [
     "SglangNames",
     "ShapeAcceptance",
     "SpeedBenchNames",
+    "TrainedHead",
     "TreeChoice",
     "TreeFigures",
     "Verdict",
@@ -71,6 +73,7 @@ SERVERS = "servers"
 EVIDENCE = "not-lossless.json", "not-lossless.html"
 
 Verdict = Literal["better", "worse", "no difference seen"]
+RefreshVerdict = Literal["refresh is worth it", "the old head suffices", "start anew"]
 
 
 class Percentiles(Record):
@@ -226,6 +229,42 @@ class PairedComparison(Record):
     0."""
     smallest_seen: float
     """About the smallest difference of τ that this many prompts could show: half the width."""
+
+
+class TrainedHead(Record):
+    """A head of `eagle3 refresh`: what it accepts of the tuned target, and what it cost."""
+
+    acceptance_length: Estimate
+    """τ, with the same tree for all three."""
+
+    manifest: str
+    """Content hash of the manifest of its training."""
+    weights_sha256: str
+    """Of its model.safetensors."""
+    steps: int
+    """Optimiser steps."""
+    tokens: int
+    """Tokens trained on, over all passes."""
+
+
+class RefreshFigures(Record):
+    """Of `eagle3 refresh`: which head the tuned target should get. The report's own is refreshed,
+    and `comparisons` has it beside the other two."""
+
+    verdict: RefreshVerdict
+    """refresh is worth it: surely better than the old head, and the one from scratch is not surely
+    better still. start anew: the one from scratch is. the old head suffices: neither is surely
+    better than it."""
+    scratch_to_old: PairedComparison
+    """The head from scratch beside the old one."""
+    old_run: str
+    """Name of the earlier run."""
+    old_target: str
+    """Fingerprint of the target that it was for."""
+    share: float
+    """Of the prompts that the tuned target answered, as synth.share."""
+    heads: dict[str, TrainedHead]
+    """By name: old, refreshed, scratch. The last two have the same steps, tokens and states."""
 
 
 class GoldenPrompt(Record):
@@ -452,6 +491,8 @@ class EvalReport(Record):
     """Acceptance with trees that servers draft, replayed exactly from one run."""
     comparisons: tuple[PairedComparison, ...] = ()
     """With the drafters of `eval.compare`."""
+    refresh: RefreshFigures | None = None
+    """Of `eagle3 refresh`."""
     load: tuple[LoadCurve, ...] = ()
     """Speed against concurrency, a curve for each way of decoding."""
     golden: GoldenFigure | None = None

@@ -11,13 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pipeline.config import RivalSection
 from pipeline.errors import DataError, Regression
-from pipeline.reports import EvalReport, PairedComparison, PromptResult, RoundCounters, Verdict
+from pipeline.reports import (
+    EvalReport,
+    PairedComparison,
+    PromptResult,
+    RefreshVerdict,
+    RoundCounters,
+    Verdict,
+)
 from pipeline.serve_eval.intervals import drawn_sums, estimate
 
 if TYPE_CHECKING:
@@ -81,6 +89,32 @@ def compare_rivals(
         )
         for rival in rivals
     )
+
+
+def refresh_verdict(
+    refreshed_to_old: Verdict, refreshed_to_scratch: Verdict, scratch_to_old: Verdict
+) -> RefreshVerdict:
+    """Of three paired verdicts on τ, each sure at 95 %."""
+    if refreshed_to_old != "better" and scratch_to_old != "better":
+        return "the old head suffices"
+    if refreshed_to_old == "better" and refreshed_to_scratch != "worse":
+        return "refresh is worth it"
+    return "start anew"
+
+
+def compare_two_rivals(
+    measured: Sequence[Measured], own: RivalSection, rival: RivalSection
+) -> PairedComparison:
+    """Of two rivals; `own` stands where the report's own drafter does."""
+    turns = [
+        replace(
+            item,
+            speculative=item.rivals[own.name],
+            rates={**item.rates, "speculative": item.rates[own.name]},
+        )
+        for item in measured
+    ]
+    return compare_rivals(turns, [rival])[0]
 
 
 def _pair(item: Measured, name: str) -> Pair:

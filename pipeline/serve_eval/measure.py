@@ -35,7 +35,7 @@ from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError, HeadError, TargetError
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.registry import open_head
-from pipeline.records import Prompt
+from pipeline.records import Prompt, match_contracts
 from pipeline.reports import ReferenceCheck
 from pipeline.serve_eval.questions import LeftOut, Question, first_question, next_question
 from pipeline.target.arithmetic import pick_device
@@ -97,6 +97,7 @@ class Comparison:
     ) -> None:
         """Load the target; a trained drafter drafts with `head`."""
         self._section, self._template = config.eval, template
+        self._is_refresh = config.refresh is not None
         self.model = DecoderModel.load(
             target.directory,
             target.contract.capture_layers,
@@ -167,7 +168,10 @@ class Comparison:
         for rival in rivals:
             head: DraftingHead | None = None
             if rival.head:
-                head, _ = open_head(rival.head, expected=self._target.contract)
+                contract, where = self._target.contract, f"head {rival.head}"
+                expected = None if self._is_refresh else contract
+                head, card = open_head(rival.head, expected=expected)
+                match_contracts(contract, card.contract, where=where, tuned=self._is_refresh)
                 positions, needed = head.shape.max_position_embeddings, self.model.max_length
                 if positions < needed:
                     problem = (
@@ -177,7 +181,8 @@ class Comparison:
                     raise HeadError(problem, where="eval.compare", fix=fix)
             factory = load_drafter(rival.drafter, self.model, self._target, head)
             assert factory is not None, "the configuration refuses drafter none"
-            self._rivals[rival.name] = Engine(self.model, drafter=factory(rival.tree))
+            drafter = factory(rival.tree or self.tree)
+            self._rivals[rival.name] = Engine(self.model, drafter=drafter)
 
     def settle(self, tree: TreeSection, settings: Mapping[str, int]) -> None:
         """Decode with this tree and these settings of the drafter from now on."""

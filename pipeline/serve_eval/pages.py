@@ -121,6 +121,7 @@ def _shown(report: EvalReport) -> dict[str, Any]:
         "plainly": _plain_decoding(report),
         "load_rows": load_rows(report),
         "rates": wording.timed(report.tokens_per_second),
+        "refresh_differences": wording.refresh_differences(report) if report.refresh else {},
         "speedup": wording.timed(report.speedup),
     }
 

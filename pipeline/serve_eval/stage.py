@@ -28,6 +28,8 @@ from pipeline.serve_eval.questions import (
 )
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, golden_figure, summarise
+from pipeline.serve_eval.wording import refreshed
+from pipeline.store.location import Location
 from pipeline.store.manifest import (
     head_location,
     manifest_where,
@@ -54,7 +56,8 @@ def run(config: RunConfig) -> Manifest:
     prepare_process(config.run)
     drafts = config.eval.drafter.needs_head
     parent = read_manifest(config.run.uri, "train") if drafts and not config.eval.head else None
-    opened = partial(open_stage, config, "eval", parent, clock=clock_of(config, "synth"))
+    rivals, clock = _rival_weights(config), clock_of(config, "synth")
+    opened = partial(open_stage, config, "eval", parent, made_with=rivals, clock=clock)
     stage_run = opened()
     if stage_run.manifest is None:
         try:
@@ -71,6 +74,16 @@ def run(config: RunConfig) -> Manifest:
     tau, where = read_report(config.run.uri).acceptance_length, stage_run.location.where(PAGE)
     notice("eval", f"complete: {tau:.2f} tokens a round; report at {where}")
     return stage_run.manifest
+
+
+def _rival_weights(config: RunConfig) -> dict[str, str]:
+    """SHA-256 of the head of each rival that has one: trained anew, it is another rival."""
+    heads = {each.name: Location(each.head) for each in config.eval.compare if each.head}
+    return {
+        f"eval.compare.{name}": head.sha256(WEIGHTS)
+        for name, head in heads.items()
+        if head.exists(WEIGHTS)
+    }
 
 
 def _evaluate(config: RunConfig, parent: Manifest | None, stage_run: StageRun) -> Manifest:
@@ -98,6 +111,8 @@ def _evaluate(config: RunConfig, parent: Manifest | None, stage_run: StageRun) -
     report = _parse(stage_run, data)
     write_pages(location, report, config.run.uri)
     print_table(report)
+    if report.refresh:
+        notice("eval", refreshed(report), verdict=report.refresh.verdict)
     notice("eval", f"report: {location.where(PAGE)}")
     return stage_run.finish(
         contract=target.contract,

@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.config import DrafterSection, RunConfig, TreeSection
+from pipeline.config import OLD, SCRATCH, DrafterSection, RunConfig, TreeSection
 from pipeline.decoder.request import Acceptance, pool_acceptance
 from pipeline.heads.base import DraftingHead
-from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.checkpoint import WEIGHTS, HeadCard
 from pipeline.records import Arithmetic, TargetContract, digest
 from pipeline.reports import (
     AcceptanceFigures,
     CategoryFigures,
     DrafterSettings,
+    Estimate,
     EvalReport,
     GoldenFigure,
     GoldenPrompt,
@@ -27,21 +28,25 @@ from pipeline.reports import (
     LoadCurve,
     LosslessChecks,
     OtherNames,
+    PairedComparison,
     PromptResult,
     ReferenceCheck,
+    RefreshFigures,
     ReportSettings,
     RoundCounters,
     SglangNames,
     SpeedBenchNames,
+    TrainedHead,
     TreeChoice,
     TreeFigures,
     VllmNames,
 )
-from pipeline.serve_eval.compare import compare_rivals
+from pipeline.serve_eval.compare import compare_rivals, compare_two_rivals, refresh_verdict
 from pipeline.serve_eval.intervals import acceptance_figures
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.questions import LeftOut, evenly
 from pipeline.serve_eval.shapes import ReplayedShapes, with_replay
+from pipeline.store.manifest import head_location, read_manifest
 from pipeline.tuning.tune import Choice
 
 #: Prompts of a golden figure, and the tokens of the longest: a report stays readable.
@@ -87,6 +92,7 @@ def summarise(
             speedup_plain=_median(_speedups(measured, "plain")),
         )
         measured = [_plainly(item) for item in measured]
+    comparisons = compare_rivals(measurements.measured, config.eval.compare)
     results = tuple(_result(item, same) for item, same in zip(measured, identical, strict=True))
     return EvalReport(
         decoding="speculative" if drafts else "plain",
@@ -125,7 +131,8 @@ def summarise(
         **grouped_acceptance(results)._asdict(),
         shapes=measurements.replayed.shapes,
         load=measurements.load,
-        comparisons=compare_rivals(measurements.measured, config.eval.compare),
+        comparisons=comparisons,
+        refresh=_refresh(config, measurements.measured, comparisons) if config.refresh else None,
         contract=contract,
         provenance=loaded[1].provenance if loaded else {},
         settings=ReportSettings(
@@ -149,6 +156,43 @@ def summarise(
             shapes_left_out=measurements.replayed.left_out,
         ),
         prompts=results,
+    )
+
+
+def _refresh(
+    config: RunConfig, measured: Sequence[Measured], comparisons: Sequence[PairedComparison]
+) -> RefreshFigures:
+    """Which of the three heads of a refresh the tuned target should get."""
+    assert config.refresh is not None, "it is a refresh"
+    rivals = {rival.name: rival for rival in config.eval.compare}
+    verdicts = {each.rival: each.verdict for each in comparisons}
+    scratch_to_old = compare_two_rivals(measured, rivals[SCRATCH], rivals[OLD])
+    runs = {OLD: config.refresh.run, "refreshed": config.run.uri, SCRATCH: config.scratch_uri}
+    own = acceptance_figures(
+        [item.speculative.statistics.counters() for item in measured],
+        [item.question.prompt for item in measured],
+    )
+    assert own is not None, "paired comparisons have rounds"
+    lengths = {each.rival: each.acceptance_length for each in comparisons}
+    lengths["refreshed"] = own.acceptance_length
+    return RefreshFigures(
+        verdict=refresh_verdict(verdicts[OLD], verdicts[SCRATCH], scratch_to_old.verdict),
+        scratch_to_old=scratch_to_old,
+        old_run=config.refresh.run.rstrip("/").rpartition("/")[2],
+        old_target=read_manifest(config.refresh.run, "train").contract.fingerprint,
+        share=config.synth.share if config.synth else 1.0,
+        heads={name: _trained_head(uri, lengths[name]) for name, uri in runs.items()},
+    )
+
+
+def _trained_head(run_uri: str, acceptance_length: Estimate) -> TrainedHead:
+    manifest = read_manifest(run_uri, "train")
+    return TrainedHead(
+        acceptance_length=acceptance_length,
+        manifest=manifest.content_hash,
+        weights_sha256=head_location(run_uri).sha256(WEIGHTS),
+        steps=manifest.details["steps"],
+        tokens=manifest.details["tokens"],
     )
 
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.reports import Estimate, ReferenceCheck
+from pipeline.config import OLD, SCRATCH
+from pipeline.reports import Estimate, EvalReport, ReferenceCheck
 
 #: What a reader calls the keys of `tokens_per_second` and `speedup`.
 MODE_NAMES = {"speculative": "speculative", "plain": "plain", "hf": "HF generate"}
@@ -76,6 +77,27 @@ def mode(name: str) -> str:
 def timed(figures: Mapping[str, float]) -> dict[str, float]:
     """The ways of decoding that were timed; a zero stands for one that was not."""
     return {name: figure for name, figure in figures.items() if figure > 0}
+
+
+def refresh_differences(report: EvalReport) -> dict[str, Estimate]:
+    """The three paired differences of a refresh, as a reader calls them."""
+    assert report.refresh is not None, "it is a refresh"
+    beside = {each.rival: each.difference for each in report.comparisons}
+    return {
+        "refreshed less old": beside[OLD],
+        "refreshed less scratch": beside[SCRATCH],
+        "scratch less old": report.refresh.scratch_to_old.difference,
+    }
+
+
+def refreshed(report: EvalReport) -> str:
+    """The verdict of a refresh with the figures that it rests on."""
+    assert report.refresh is not None, "it is a refresh"
+    lengths = (
+        f"{name} {each.acceptance_length.value:.3f}" for name, each in report.refresh.heads.items()
+    )
+    differences = (f"{name} {changed(each)}" for name, each in refresh_differences(report).items())
+    return f"{report.refresh.verdict}: τ {', '.join(lengths)}; {', '.join(differences)}"
 
 
 def reference(check: ReferenceCheck) -> str:

@@ -394,7 +394,8 @@ def _stored_at(location: Location, name: str) -> StoredFile:
 def _open(config: RunConfig, inputs: Begin, parent: Manifest | Awaited | None) -> StageRun:
     stage = inputs.stage
     location = stage_location(config.run.uri, stage)
-    parent_uri = stage_location(config.run.uri, parent.stage).uri if parent else None
+    home = config.states_uri if stage == "train" else config.run.uri
+    parent_uri = stage_location(home, parent.stage).uri if parent else None
     location.sweep()
     names = committed(location.child(SHARDS).sweep())
     manifest, begun = find_manifest(config.run.uri, stage), read_begin(location)

@@ -437,6 +437,8 @@ def _verify_chain(checks: dict[Stage, _StageCheck]) -> None:
         if parent and manifest.parent_hash:
             before = checks[parent].manifest if parent in checks else None
             with check.collecting():
+                if parent not in checks and manifest.parent_uri:  # states of another run
+                    before = find_manifest(manifest.parent_uri.rpartition("/")[0], parent)
                 _verify_parent(manifest.parent_hash, before, parent, where)
 
 

@@ -59,8 +59,10 @@ __all__ = [
     "PromptCounts",
     "PromptShard",
     "Selection",
+    "draws_from",
     "find_selection",
     "load_prompt_shard",
+    "position",
     "prompt_counts",
     "select",
     "synth_section",
@@ -68,7 +70,8 @@ __all__ = [
 #: What of the section decides which prompts go into which shard.
 _DECIDING = {
     *("sources", "exclude", "allowed_licenses", "quality"),
-    *("balance", "category_shares", "max_characters", "max_prompts", "max_turns", "shard_prompts"),
+    *("balance", "category_shares", "max_characters", "max_prompts", "max_turns", "share"),
+    "shard_prompts",
 }
 _CONCURRENT_WRITES = 8
 #: Reasons with their counts, as they may be shown.
@@ -142,6 +145,13 @@ def _inputs(config: RunConfig) -> str:
     return digest(fields)[:16]
 
 
+def draws_from(config: RunConfig, selection: Selection) -> bool:
+    """Whether the configuration selects the prompts of an earlier `selection`, or a share."""
+    section = synth_section(config).model_copy(update={"share": 1.0})
+    whole = config.model_copy(update={"synth": section})
+    return selection.inputs in (_inputs(config), _inputs(whole))
+
+
 def _cut(prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
     remaining = iter(prompts)
     while cut := list(islice(remaining, size)):
@@ -189,6 +199,11 @@ def _refuse_other_prompts(first: Selection, ours: Selection, location: Location)
         )
 
 
+def position(prompt: Prompt) -> float:
+    """Where in [0, 1) its source and id put a prompt."""
+    return int(digest([prompt.source, prompt.sample_id])[:13], 16) / 16**13
+
+
 #: Categories that an error names.
 _NAMED_CATEGORIES = 8
 
@@ -211,12 +226,15 @@ class PromptStream:
         """Once. Raises DataError when nothing is left."""
         section, selected = self._section, 0
         passed = passing(self._load(), filters(section, self._seed), self.rejected)
+        drawn = 0
         for prompt in draw(passed, section.max_prompts, self._seed, self._balance):
-            selected += 1
-            yield prompt
+            drawn += 1
+            if position(prompt) < section.share:
+                selected += 1
+                yield prompt
         drawn_from = self.loaded - self.rejected.total()
-        if selected < drawn_from:
-            self.rejected["max_prompts"] = drawn_from - selected
+        left_out = {"max_prompts": drawn_from - drawn, "share": drawn - selected}
+        self.rejected.update({reason: count for reason, count in left_out.items() if count})
         if not selected:
             reasons = ", ".join(f"{each} {count}" for each, count in sorted(self.rejected.items()))
             problem = f"none of {self.loaded} prompts is left after the filters ({reasons})"
@@ -335,7 +353,8 @@ def _extrapolate(section: SynthSection, seed: int) -> PromptCounts:
     sampled = [_Sampled(spec, section, steps, at_most) for spec in section.sources]
     loaded = sum(each.records for each in sampled)
     passed = sum(each.scale * each.tally.prompts for each in sampled)
-    share = min(1.0, (section.max_prompts or passed) / passed) if passed else 0.0
+    drawn = min(1.0, (section.max_prompts or passed) / passed) if passed else 0.0
+    share = drawn * section.share
     read = sum(each.read for each in sampled)
     unknown = sum(each.is_unknown for each in sampled)
     basis = f"estimated from {read:,} records and the sizes of the sources"

@@ -168,7 +168,7 @@ def _check_company(directory: Path) -> None:
 
     Raises TargetError for an adapter that transformers would apply.
     """
-    adapter = directory / "adapter_config.json"
+    adapter = directory / _ADAPTER
     if adapter.is_file() and importlib.util.find_spec("peft") is not None:
         problem = "is applied by transformers where peft is installed, as it is here"
         fix = "merge the adapter into the weights, or move it out of the directory"
@@ -256,8 +256,25 @@ def resolve_tokenizer(target: TargetSection) -> ResolvedTarget:
     return ResolvedTarget(source, directory.name, directory)
 
 
+_ADAPTER = "adapter_config.json"
+
+
+def _refuse_adapter(directory: Path, source: str) -> None:
+    """Raises TargetError for a LoRA adapter without the model that it changes."""
+    if (directory / _ADAPTER).is_file() and not (directory / "config.json").is_file():
+        load = f"M.from_pretrained({source!r}, dtype='auto').merge_and_unload()"
+        merge = f"from peft import AutoPeftModelForCausalLM as M; {load}.save_pretrained('MERGED')"
+        raise TargetError(
+            "is an adapter, not a model",
+            where=f"target.source={source}: {_ADAPTER}",
+            fix=f'merge it: python -c "{merge}", copy the tokenizer\'s files of the model that it '
+            "was trained on into MERGED, and set target.source=MERGED",
+        )
+
+
 def _checked_directory(path: Path, source: str) -> Path:
     where = f"target.source={source}"
+    _refuse_adapter(path, source)
     if not (path / "config.json").is_file():
         fix = "pass a directory saved by `save_pretrained`"
         raise TargetError("has no config.json", where=where, fix=fix)
@@ -283,6 +300,7 @@ def _gguf_in_package(name: str) -> tuple[Path, str]:
 def _from_hub(source: str, revision: str | None, decoded: bool) -> ResolvedTarget:
     small = _download(source, revision, _SMALL)
     where = f"target.source={source}"
+    _refuse_adapter(small, source)
     if (small / "config.json").is_file():  # refused before its weights are fetched
         read_architecture(read_config(small, where), where, decoded=decoded)
     names = weight_names(_download(source, revision, [*_SMALL, WHOLE]))

@@ -81,7 +81,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
 
     `parent` is the plan of features, for a run whose states do not exist yet.
     """
-    manifest = find_manifest(config.run.uri, "features")
+    manifest = find_manifest(config.states_uri, "features")
     states = manifest or parent
     if states is None:
         return Plan(

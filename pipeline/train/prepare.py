@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig, TrainSection, cache_directory, rank
+from pipeline.config import RefreshSection, RunConfig, TrainSection, cache_directory, rank
 from pipeline.console import long_step, notice, show_supervised
 from pipeline.errors import ConfigError, CorruptShard, DataError, Eagle3Error, StoreError
 from pipeline.heads.base import DraftingHead, DraftShape
@@ -54,9 +54,9 @@ from pipeline.learning.corpus import (
     survey,
 )
 from pipeline.learning.least_squares import FirstBatches
-from pipeline.records import Manifest, Shard, TargetContract
+from pipeline.records import Manifest, Shard, TargetContract, match_contracts
 from pipeline.store.location import Location
-from pipeline.store.manifest import stage_location
+from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import check_supervised
 from pipeline.store.shards import SHARDS, ShardCache, verify_shard, verify_sizes, verify_stored
 from pipeline.store.states import StatesReader, StatesSample
@@ -118,7 +118,7 @@ def open_data(config: RunConfig, corpus: StoredCorpus, target: Target, shape: Dr
         )
     )
     surveyed = join_surveys(parts)
-    audit_mask(surveyed, where=stage_location(config.run.uri, "features").uri)
+    audit_mask(surveyed, where=stage_location(config.states_uri, "features").uri)
     template = target.template()
     if rank() == 0:
         show_sample(corpus, surveyed, lambda ids: template.text(tuple(ids), special=True))
@@ -240,21 +240,30 @@ class HeadInit:
 
 
 def choose_init(
-    section: TrainSection, target_directory: Path, contract: TargetContract
+    section: TrainSection,
+    target_directory: Path,
+    contract: TargetContract,
+    *,
+    refresh: RefreshSection | None = None,
 ) -> HeadInit:
-    """Shape of a new head, or the head of `train.start_from`.
+    """Shape of a new head, or the head of `train.start_from`; that of a `refresh` was made for the
+    target before it was tuned.
 
     Raises ConfigError for a shape that cannot be, is too large, or is not that of the earlier head;
     HeadError or ContractMismatch for an earlier head that cannot be read or belongs to another
     target.
     """
     if section.start_from:
-        earlier, card = open_head(section.start_from, expected=contract)
+        earlier, card = open_head(section.start_from, expected=None if refresh else contract)
         origin = {
             "head": section.start_from,
             "weights_sha256": Location(section.start_from).sha256(WEIGHTS),
             "provenance": card.provenance,
         }
+        if refresh:
+            where = f"head {section.start_from}"
+            match_contracts(contract, card.contract, where=where, tuned=True)
+            origin["manifest"] = read_manifest(refresh.run, "train").content_hash
         check_algorithm(section, earlier, where=section.start_from)
         chosen = algorithm_of(earlier)
         shape = chosen.init.continue_shape(section, earlier, section.start_from)
@@ -533,5 +542,6 @@ def read_piece(reader: StatesReader, piece: Piece, aux: Tensor, final: Tensor) -
 def open_corpus(config: RunConfig, parent: Manifest) -> StoredCorpus:
     """The states of the run, `parent` being their manifest."""
     cache = ShardCache(cache_directory(), config.run.cache_bytes)
-    location, hidden_size = stage_location(config.run.uri, "features"), parent.contract.hidden_size
+    location = stage_location(config.states_uri, "features")
+    hidden_size = parent.contract.hidden_size
     return StoredCorpus(location, parent.shards, cache=cache, hidden_size=hidden_size)

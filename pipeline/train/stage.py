@@ -64,7 +64,7 @@ def run(config: RunConfig) -> Manifest:
     console.quiet = rank() > 0  # of several processes one writes
     prepare_process(config.run)
     follow = config.train.follow
-    parent = read_manifest(config.run.uri, "synth" if follow else "features")
+    parent = read_manifest(config.states_uri, "synth" if follow else "features")
     device = pick_device(config.target.device)
     if world_size() > 1:
         join_group(device, minutes=config.train.timeout_minutes)
@@ -93,10 +93,10 @@ def _train(
     `parent` is the manifest of the states, or of the samples where training follows features.
     """
     head_uri = stage_run.location.child(HEAD).uri
-    where = manifest_where(config.run.uri, parent.stage)
+    where = manifest_where(config.states_uri, parent.stage)
     decoded = config.train.evaluate_every is not None
     target = open_target(config.target, expected=parent.contract, where=where, decoded=decoded)
-    init = choose_init(config.train, target.directory, target.contract)
+    init = choose_init(config.train, target.directory, target.contract, refresh=config.refresh)
     with long_step("train", "reading the states"):
         follow = config.train.follow
         corpus = FollowedCorpus(config, parent) if follow else open_corpus(config, parent)
@@ -235,7 +235,7 @@ def _provenance(
 ) -> dict[str, Any]:
     """Which data, licences, settings, arithmetic and earlier head made this one."""
     manifests = {"features": parent}
-    samples = find_manifest(config.run.uri, "synth")
+    samples = find_manifest(config.states_uri, "synth")
     if samples and samples.content_hash == parent.parent_hash:
         manifests["synth"] = samples
     # Only what shapes the output: an attempt on another machine makes the same card.

@@ -11,13 +11,15 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.errors import DataError
-from pipeline.reports import REPORT, EvalReport, RoundCounters
-from pipeline.serve_eval.compare import Pair, compare, compare_reports
+from pipeline.reports import REPORT, EvalReport, RoundCounters, Verdict
+from pipeline.serve_eval.compare import Pair, compare, compare_reports, refresh_verdict
 from pipeline.store.manifest import read_report
 from pipeline.store.stage_run import open_stage
 from tests.serve_eval.test_acceptance import counted
 from tests.serve_eval.test_report import made_up_report
 from tests.store.conftest import CONTRACT, make_config
+
+NONE: Verdict = "no difference seen"
 
 
 def rounds(random: np.random.Generator, accept: float, count: int = 15) -> RoundCounters:
@@ -107,6 +109,29 @@ def test_only_requests_of_both_reports_are_compared() -> None:
     compared = compare_reports(some, earlier, where="r")
     assert compared.requests == 9 and compared.verdict == "better"
     assert compared.speed_ratio is None
+
+
+@pytest.mark.parametrize(
+    ("refreshed_to_old", "refreshed_to_scratch", "scratch_to_old", "verdict"),
+    [
+        ("better", "better", NONE, "refresh is worth it"),
+        ("better", NONE, "better", "refresh is worth it"),
+        ("better", "worse", "better", "start anew"),
+        ("better", "worse", NONE, "start anew"),
+        (NONE, NONE, "better", "start anew"),
+        (NONE, NONE, NONE, "the old head suffices"),
+        (NONE, "better", "worse", "the old head suffices"),
+        ("worse", "worse", NONE, "the old head suffices"),
+        ("worse", "better", "worse", "the old head suffices"),
+    ],
+)
+def test_which_head_a_tuned_target_should_get(
+    refreshed_to_old: Verdict,
+    refreshed_to_scratch: Verdict,
+    scratch_to_old: Verdict,
+    verdict: str,
+) -> None:
+    assert refresh_verdict(refreshed_to_old, refreshed_to_scratch, scratch_to_old) == verdict
 
 
 def test_reports_of_other_conditions_are_refused() -> None:

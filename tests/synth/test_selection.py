@@ -26,9 +26,12 @@ from pipeline.synth.select import (
     SELECTION,
     PromptStream,
     Selection,
+    draws_from,
     find_selection,
     load_prompt_shard,
+    position,
     select,
+    synth_section,
 )
 from tests.synth.conftest import tree
 
@@ -72,6 +75,32 @@ def test_the_files_hold_the_prompts_that_pass(make_config: Configs) -> None:
     one_turn = make_config("one", max_turns=1)
     shorter = select(one_turn, stage_of(one_turn))
     assert (shorter.turns, shorter.asked) == (1, 24)
+
+
+def test_a_share_is_of_what_was_drawn_and_holds_every_smaller_one(make_config: Configs) -> None:
+    def names(**settings: object) -> tuple[list[str], PromptStream]:
+        config = make_config("share", **settings)
+        assert config.synth
+        stream = PromptStream(config.synth, config.run.seed)
+        return [each.sample_id for each in stream], stream
+
+    whole, _ = names(max_prompts=20)
+    half, stream = names(max_prompts=20, share=0.5)
+    some, _ = names(max_prompts=20, share=0.25)
+    assert half == [each for each in whole if each in half] and len(half) < 20
+    assert 0 < len(some) < len(half) and set(some) < set(half)
+    assert stream.rejected == {"max_prompts": 4, "share": 20 - len(half)}
+    prompt = next(iter(PromptStream(synth_section(make_config("share")), 0)))
+    many = [prompt.model_copy(update={"sample_id": str(number)}) for number in range(2000)]
+    assert sum(position(each) < 0.25 for each in many) / 2000 == pytest.approx(0.25, abs=0.03)
+    config, all_of_it, other = (
+        make_config("c", share=0.5),
+        make_config("a"),
+        make_config("o", share=0.5, max_prompts=20),
+    )
+    selection = select(all_of_it, stage_of(all_of_it))
+    assert draws_from(config, selection) and draws_from(all_of_it, selection)
+    assert not draws_from(other, selection)
 
 
 def test_every_field_of_a_prompt_is_kept(make_config: Configs, prompts_file: Path) -> None:
