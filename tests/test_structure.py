@@ -81,6 +81,7 @@ ON_DISK = {"pipeline/store/samples.py: asked", "pipeline/synth/audit.py: longest
 SEAMS = {
     "*.plan": "what --plan computes, without torch",
     "pipeline.cli.pii_score": "a command",
+    "pipeline.exchange.export": "a command",
     "pipeline.exchange.imports": "a command",
     "pipeline.exchange.inspect": "a command",
     "pipeline.train.follow": "a corpus that is not all there, beside the one that is",
@@ -103,6 +104,7 @@ SEAMS = {
     "pipeline.features.vllm_connector": "loaded by vLLM",
     "pipeline.features.writer": "writing beside computing, loaded where a shard is left to make",
     "pipeline.server.replies": "what is sent, beside the routes",
+    "pipeline.synth.dataset": "two commands",
     "pipeline.synth.screening": "runs in processes of its own",
     "pipeline.target.referee": "scores with torch, which a stage finishes without",
     "pipeline.train.loop": "the loop; the stage is the paragraph around it",

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.console import one_line
 from pipeline.synth.audit import Audit, HistogramBin, Lengths
 
+DATASHEET = "datasheet.md"
 Rows = list[tuple[str, ...]]
 
 _BAR = 40  # characters of the longest bar
