@@ -57,6 +57,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     message: str = ""
     after: bool = False  # the answer alone is lost: the request was carried out
+    reached: threading.Event | None = None  # set by the first, which then waits for its client
 
 
 class HubServer:
@@ -133,6 +134,10 @@ class _Handler(BaseHTTPRequestHandler):
             )
             if fault:
                 fault.times -= 1
+        if fault and fault.reached:
+            fault.reached.set()
+            self.connection.settimeout(60)
+            self.rfile.read(1)  # until the client is gone
         try:
             if fault and not fault.after:
                 raise _Refused(fault.status, fault.message, **fault.headers)

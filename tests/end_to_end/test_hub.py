@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import yaml
 from huggingface_hub import ModelCard, snapshot_download
@@ -20,7 +26,7 @@ from pipeline.store.manifest import read_manifest, read_report, stage_location
 from pipeline.store.samples import read_samples
 from tests.conftest import QUESTIONS
 from tests.end_to_end.conftest import config_file
-from tests.hub_server import HubServer
+from tests.hub_server import Fault, HubServer
 
 PII = {"enabled": True, "action": "redact"}
 MAIL = "Who is anna.schmidt@gmx.de, and why would that be so?"
@@ -88,6 +94,25 @@ def test_a_head_goes_to_the_hub_and_comes_back(
     assert code == 2 and "there is no revision v7" in err
 
 
+def test_an_upload_that_is_killed_shows_nothing(hub: HubServer, trained: Path) -> None:
+    """A process of its own, which finds the Hub by HF_ENDPOINT as its users set it."""
+    fault = Fault("PUT /large/", 0, times=1, reached=threading.Event())
+    hub.faults.append(fault)
+    command = [sys.executable, "-m", "pipeline.cli", "export", str(trained / "run/train/head")]
+    command += ["--format", "sglang", "--out", "hub:org/head", "--upload"]
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    assert fault.reached and fault.reached.wait(120)
+    process.kill()
+    process.wait()
+    repository = hub.repositories["model", "org/head"]
+    assert list(repository.files) == [".gitattributes"] and len(repository.commits) == 1
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "uploaded: " in done.stdout and "hf_" not in done.stderr
+    files = {"README.md", "config.json", "eagle3.json", "model.safetensors", ".gitattributes"}
+    assert set(repository.files) == files and len(repository.commits) == 2
+
+
 def test_what_is_no_head_is_refused(hub: HubServer, tiny_target: Path, again: Again) -> None:
     hub.put("model", "org/pickle", {"config.json": b"{}", "pytorch_model.bin": b"\x80\x04."})
     code, _, err = again("inspect", "hub:org/pickle")
@@ -138,6 +163,11 @@ def test_samples_go_to_the_hub_and_come_back(
     commit = repository.branches["main"]
     for name, data in repository.files.items():
         assert b"anna.schmidt" not in data and str(tiny_target).encode() not in data, name
+
+        if name.endswith(".parquet"):
+            assert b"eagle3" not in (pq.read_schema(io.BytesIO(data)).metadata or {}), "the notes"
+    audit = json.loads(repository.files["audit.json"])
+    assert audit["personal_data"]["findings"]["prompts"]["EMAIL_ADDRESS"]["frequent"] == {}
 
     from datasets import load_dataset  # type: ignore[import-untyped]
 
