@@ -55,6 +55,7 @@ SLOW = (
     "synth/test_kill.py",
     "store/test_faults.py",
     "store/test_kill.py",
+    "store/test_hub.py",
     "store/test_writers.py",
     "store/test_claims.py",
     "gpu/",

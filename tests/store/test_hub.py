@@ -176,13 +176,14 @@ def test_a_commit_whose_answer_was_lost_counts(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "20")
-    hub.faults.append(Fault("POST .*/commit/", 0, times=1, after=True))
-    publish("hub:org/head")
-    repository = hub.repositories["model", "org/head"]
-    assert len(repository.commits) == 2
-    assert f"uploaded: {hub.url}/org/head/commit/{repository.branches['main']}" in (
-        capsys.readouterr().out
-    )
+    replace = hub.put("model", "org/old", {"notes.txt": b"theirs"})  # a second deletion is refused
+    for name, commit, commits in (("org/head", None, 2), ("org/old", replace, 3)):
+        hub.faults[:] = [Fault("POST .*/commit/", 0, times=1, after=True)]
+        publish(f"hub:{name}", Publication(upload=True, replace=commit))
+        repository = hub.repositories["model", name]
+        assert len(repository.commits) == commits and "notes.txt" not in repository.files
+        said = f"uploaded: {hub.url}/{name}/commit/{repository.branches['main']}"
+        assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
