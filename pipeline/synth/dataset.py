@@ -119,7 +119,8 @@ def _leaving(audit: Audit) -> list[str]:
         f"prompts, and the replies of {source}, whose terms hold for them",
         f"prompts by licence: {_counted(audit.licenses)}",
         f"prompts by source: {_counted({key: of['samples'] for key, of in audit.sources.items()})}",
-        f"personal data that was found, and {action}: {', '.join(counts) or 'none'}",
+        f"personal data that was found ({action} in prompts, dropped in replies): "
+        f"{', '.join(counts) or 'none'}",
         "what no recogniser finds is in them: look at the samples before others do",
     ]
 
