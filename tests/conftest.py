@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipeline.config import RunSection, run
 from pipeline.prompts.demo_sets import prompt_set
+
+if TYPE_CHECKING:
+    from tests.hub_server import HubServer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -50,6 +55,7 @@ SLOW = (
     "synth/test_kill.py",
     "store/test_faults.py",
     "store/test_kill.py",
+    "store/test_hub.py",
     "store/test_writers.py",
     "store/test_claims.py",
     "gpu/",
@@ -160,6 +166,32 @@ def bucket() -> Iterator[str]:
 
     with gcs_bucket("eagle3") as uri:
         yield uri
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A stand-in for the Hub that huggingface_hub and datasets talk to, with a writer's token."""
+    import datasets.config  # type: ignore[import-untyped]
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _http
+
+    from pipeline.store import hub as reading
+    from tests.hub_server import WRITER, hub_server
+
+    with hub_server() as server:
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.url)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+        monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "0")
+        yield server
+        reading.resolved.cache_clear()
+        reading._fetched.cache_clear()
 
 
 @pytest.fixture

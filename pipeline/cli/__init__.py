@@ -15,6 +15,8 @@ eagle3 check-serving --server URL -c run.yaml | --report FILE   its τ against t
 eagle3 inspect HEAD [--json]     contract, size, tensors, vocabulary, provenance, metrics of a head
 eagle3 export HEAD --format sglang|speculators|mtp|gguf --out DIR [--target …] [--verifier …]
 eagle3 import DIR --target SOURCE --out HEAD
+eagle3 export-samples URI --out DIR    a run's samples as a data set
+eagle3 import-samples DIR --out URI    such a data set as the synth stage of a run
 eagle3 pii-score FILE… [-c run.yaml] [--json]   recall and precision of the personal-data filter
 eagle3 verify URI                re-check every byte of a run, and how its stages hang together
 eagle3 gc URI [--dry-run] [--quiet-minutes N]    remove what killed writers left behind
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pipeline.store.location import Location
+    from pipeline.store.output import Publication
     from pipeline.store.verify import BegunFiles
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it; also after SIGTERM
@@ -378,7 +381,29 @@ def _export(arguments: argparse.Namespace) -> int:
         target=arguments.target,
         verifier=arguments.verifier,
         report=arguments.report,
+        license=arguments.license,
+        publication=_publication(arguments),
     )
+    return 0
+
+
+def _publication(arguments: argparse.Namespace) -> Publication:
+    from pipeline.store.output import Publication
+
+    return Publication(arguments.upload, arguments.public, arguments.replace)
+
+
+def _export_samples(arguments: argparse.Namespace) -> int:
+    from pipeline.synth.dataset import export_samples
+
+    export_samples(arguments.run, arguments.out, _publication(arguments))
+    return 0
+
+
+def _import_samples(arguments: argparse.Namespace) -> int:
+    from pipeline.synth.dataset import import_samples
+
+    import_samples(arguments.dataset, arguments.out)
     return 0
 
 
@@ -735,7 +760,11 @@ def _add_serve(commands: Commands, configured: Parser) -> None:
     option = served.add_argument
     option("--host", metavar="ADDRESS", help="as serve.host; default 127.0.0.1")
     option("--port", type=int, metavar="N", help="as serve.port; default 8000, 0 takes a free one")
-    option("--head", metavar="DIR", help="as eval.head: the head directory to draft with")
+    option(
+        "--head",
+        metavar="DIR",
+        help="as eval.head: directory or hub:org/name of the head",
+    )
 
 
 def _add_server(command: Parser, help: str, *, required: bool = False) -> None:
@@ -800,7 +829,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _add_heads(commands: Commands) -> None:
-    """The commands on single heads; every directory may be an fsspec URI."""
+    """The commands on single heads; every directory may be an fsspec URI, or hub:org/name."""
     empty = "it must be empty or not exist"
     facts = "print contract, size, tensors, draft vocabulary, provenance and metrics of a head"
     inspect = _command(commands, "inspect", _inspect, facts)
@@ -821,7 +850,11 @@ def _add_heads(commands: Commands) -> None:
         "--out",
         required=True,
         metavar="DIR",
-        help=f"directory to write, or FILE.gguf with --format gguf; {empty}",
+        help=f"directory to write, or FILE.gguf with --format gguf, or hub:org/name; {empty}",
+    )
+    _add_publication(export)
+    export.add_argument(
+        "--license", metavar="ID", help="licence of the head for the model card, such as apache-2.0"
     )
     export.add_argument(
         "--target",
@@ -843,7 +876,7 @@ def _add_heads(commands: Commands) -> None:
     read = "convert a head of another trainer, in any supported format, to a head directory"
     imported = _command(commands, "import", _import, read)
     imported.add_argument(
-        "head", metavar="DIR", help="directory with config.json and *.safetensors"
+        "head", metavar="DIR", help="directory or hub:org/name with config.json and *.safetensors"
     )
     imported.add_argument(
         "--target",
@@ -861,8 +894,31 @@ def _add_heads(commands: Commands) -> None:
     )
 
 
+def _add_publication(command: Parser) -> None:
+    """How to write to the Hub."""
+    option = command.add_argument_group("with --out hub:org/name[/folder][@branch]").add_argument
+    option("--upload", action="store_true", help="do it; without this, say what would be uploaded")
+    option("--public", action="store_true", help="a repository that all can read; default private")
+    named = "replace what the repository holds, if it still is at this commit"
+    option("--replace", metavar="COMMIT", help=named)
+
+
 def _add_store(commands: Commands) -> None:
     """The commands on whole runs; every directory may be an fsspec URI."""
+    written = "write a finished run's samples as a data set, for the Hub or for another run"
+    export = _command(commands, "export-samples", _export_samples, written)
+    export.add_argument("run", metavar="URI", help=_RUN_URI)
+    out = "directory or hub:org/name to write; it must be empty or not exist"
+    export.add_argument("--out", required=True, metavar="DIR", help=out)
+    _add_publication(export)
+
+    read = "make samples of `eagle3 export-samples` the finished synth stage of a run"
+    imported = _command(commands, "import-samples", _import_samples, read)
+    imported.add_argument(
+        "dataset", metavar="DIR", help="directory of the data set, or hub:org/name"
+    )
+    imported.add_argument("--out", required=True, metavar="URI", help=_RUN_URI)
+
     checked = "re-check every shard of every stage: size, SHA-256, content, contract, parents"
     verify = _command(commands, "verify", _verify, checked)
     verify.add_argument("uri", metavar="URI", help=_RUN_URI)

@@ -29,7 +29,7 @@ class RivalSection(Section):
     name: str = Field(min_length=1)
     """How the report calls it."""
     head: str | None = None
-    """Head directory, for a trained drafter."""
+    """Head directory, or hub:org/name, for a trained drafter."""
     drafter: DrafterSection = DrafterSection()
     """What drafts."""
     tree: TreeSection | None = TreeSection()
@@ -78,7 +78,7 @@ class EvalSection(Section):
     """Acceptance and speed of a head."""
 
     head: str | None = None
-    """Head directory; None takes the run's own, where the drafter needs one."""
+    """Head directory, or hub:org/name; None takes the run's own, where the drafter needs one."""
     prompts: str | None = None
     """JSONL file with `turns`; replaces `sources` when set."""
     sources: tuple[EvaluationSet, ...] = ()

@@ -309,8 +309,8 @@ class SynthSection(Section):
     """The stage stops once servers have cost more than this share of the prompts (`remote:*`), and
     20 at least; the same command with a higher one continues it."""
     head: str | None = None
-    """Directory of an earlier head of this target to draft with; the replies stay the target's
-    own."""
+    """Directory, or hub:org/name, of an earlier head of this target to draft with; the replies stay
+    the target's own."""
     drafter: DrafterSection | None = None
     """What drafts the replies. None: `eagle3` where there is a head, else nothing."""
     tree: TreeSection = TreeSection(top_k=1, steps=2, nodes=3)

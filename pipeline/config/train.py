@@ -149,7 +149,7 @@ class TrainSection(Section):
     step_decay: float = Field(0.8, gt=0, le=1)
     """Loss weight of step k is step_decay**k."""
     start_from: str | None = None
-    """Head directory to fine-tune; its draft vocabulary and shape are kept."""
+    """Head directory, or hub:org/name, to fine-tune; its draft vocabulary and shape are kept."""
     states: str | None = None
     """Run whose states are trained on, where they are not in this one: several heads can share
     them. None: this run's."""

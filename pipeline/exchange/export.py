@@ -1,11 +1,7 @@
-"""Our head directory in the dialect of another system, and where a head is written."""
+"""Our head directory in the dialect of another system."""
 
 from __future__ import annotations
 
-import errno
-import os
-import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +12,13 @@ from pipeline.console import notice
 from pipeline.errors import ConfigError, StoreError
 from pipeline.exchange.model_card import MODEL_CARD, model_card
 from pipeline.heads.algorithm import Export
-from pipeline.heads.checkpoint import CARD, published
+from pipeline.heads.checkpoint import CARD, HeadCard, published
 from pipeline.heads.registry import algorithm_of, open_head
 from pipeline.store.backend import explain_os_error
+from pipeline.store.hub import HUB
 from pipeline.store.location import Location
 from pipeline.store.manifest import read_report
+from pipeline.store.output import Publication, output_directory
 from pipeline.target.open import open_contracted_target
 
 Format = Literal["sglang", "speculators", "mtp", "gguf"]
@@ -35,10 +33,14 @@ def export_head(
     target: str | None = None,
     verifier: str | None = None,
     report: str | None = None,
+    license: str | None = None,
+    publication: Publication | None = None,
 ) -> None:
     """Write the head at `head_uri` to `out` (directories or fsspec URIs), with a model card.
 
-    With `--format gguf`, an `out` that ends in .gguf is the file itself, alone.
+    With `--format gguf`, an `out` that ends in .gguf is the file itself, alone. To a repository on
+    the Hub (`hub:…`) it is only uploaded if `publication` says so. `license` is the head's, for the
+    card: its owners' choice, which follows from no file.
 
     `report` is the report.json of its evaluation, or the URI of the run, for the card's figures.
 
@@ -62,9 +64,17 @@ def export_head(
         verifier=verifier,
         report=evaluated,
         where=report or "",
+        license=license,
     )
-    is_file = format == "gguf" and out.endswith(_GGUF)
-    with _output_file(out) if is_file else output_directory(out) as folder:
+    is_file = format == "gguf" and out.endswith(_GGUF) and not out.startswith(HUB)
+    written = (
+        _output_file(out)
+        if is_file
+        else output_directory(
+            out, last=CARD, publication=publication, leaving=_leaving(published(card), license)
+        )
+    )
+    with written as folder:
         request = Export(
             format, lambda: open_contracted_target(card.contract, target, where=where), verifier
         )
@@ -73,7 +83,23 @@ def export_head(
             (folder / MODEL_CARD).write_text(described, encoding="utf-8")
         except OSError as error:
             raise explain_os_error(error, out, writing=True) from error
-    notice("export", f"{format}: {out}")
+    if not out.startswith(HUB):  # else it has been said what was uploaded, if anything
+        notice("export", f"{format}: {out}")
+
+
+def _leaving(card: HeadCard, license: str | None) -> tuple[str, ...]:
+    """What an upload gives away beside weights, in a line each."""
+    counts = card.provenance.get("licenses") or {}
+    licenses = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    dropped = card.provenance.get("rejected", {}).get("synth", {})
+    personal = sum(count for name, count in dropped.items() if name.startswith("pii"))
+    return (
+        f"licence of the head: {license or 'not stated (--license)'}",
+        f"target: {card.contract.source}, whose terms hold for what was trained on its replies",
+        f"prompts by licence: {licenses or 'unknown'}",
+        f"prompts left out for personal data: {personal:,}",
+        "eagle3.json names data sources, settings and versions; no path, bucket or project",
+    )
 
 
 @contextmanager
@@ -89,46 +115,3 @@ def _output_file(out: str) -> Iterator[Path]:
         (file,) = Path(temporary).glob(f"*{_GGUF}")
         if not location.create_from(name, file):
             raise taken
-
-
-@contextmanager
-def output_directory(out: str) -> Iterator[Path]:
-    """A local directory to write a head to, which becomes `out` when the block ends without an
-    error; of two writers at once one succeeds.
-
-    Raises StoreError when `out` holds anything: it may be the head itself, or somebody's home.
-    """
-    location, fix = Location(out), "choose another directory, or delete this one first"
-    taken = StoreError("is not empty", where=f"--out {out}", fix=fix)
-    if location.is_local and location.local_path(".").is_file():
-        raise StoreError("is a file", where=f"--out {out}", fix="choose another directory")
-    if location.names() or location.subdirectories():
-        raise taken
-    if location.is_local:
-        with _beside(location.local_path(".").absolute(), taken) as folder:
-            yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="eagle3-") as temporary:
-        folder = Path(temporary) / "head"
-        yield folder
-        # The card is what makes a directory a head of ours, so it goes last.
-        names = sorted(file.name for file in folder.iterdir() if file.name != CARD)
-        for name in (*names, CARD):
-            if not location.create_from(name, folder / name):
-                raise taken  # what is there stays: files that were the same may be the other's
-
-
-@contextmanager
-def _beside(final: Path, taken: StoreError) -> Iterator[Path]:
-    """A directory that is renamed to `final`. Raises StoreError, `taken` where that holds files."""
-    folder = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        yield folder
-        try:
-            os.rename(folder, final)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise taken from None
-            raise explain_os_error(error, str(final), writing=True) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

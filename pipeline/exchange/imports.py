@@ -10,7 +10,6 @@ import torch
 from pipeline.config import parse
 from pipeline.console import notice
 from pipeline.errors import HeadError
-from pipeline.exchange.export import output_directory
 from pipeline.heads.checkpoint import (
     CARD,
     CONFIG,
@@ -22,7 +21,9 @@ from pipeline.heads.checkpoint import (
 )
 from pipeline.heads.registry import read_foreign, save_head
 from pipeline.records import TargetContract, match_contracts
+from pipeline.store.hub import HUB, commit_of
 from pipeline.store.location import Location, as_directory
+from pipeline.store.output import output_directory
 from pipeline.target.open import Target, open_target
 
 #: Embeddings closer than bfloat16 can tell apart are the same; trainers store them in float32,
@@ -54,7 +55,7 @@ def import_head(source: str, *, target: str, out: str, chat_template: str | None
     _check_embedding(foreign, opened, where=source)
     if card is not None:
         match_contracts(contract, card.contract, where=f"head {source}")
-    with output_directory(out) as folder:
+    with output_directory(out, last=CARD) as folder:
         save_head(folder, foreign.head, _imported_card(contract, card, foreign, source))
     layers = "its own" if foreign.capture_layers else "the loaders' default"
     aux_layers = f"aux layers {list(contract.capture_layers)} ({layers})"
@@ -120,7 +121,9 @@ def _imported_card(
 ) -> HeadCard:
     """The card of the new head: what the old one said, if there was one, and where it came from."""
     origin: dict[str, Any] = {
-        "imported from": last_part(str(Path(source).resolve())),
+        "imported from": commit_of(source)
+        if source.startswith(HUB)
+        else last_part(str(Path(source).resolve())),
         "format": foreign.dialect,
     }
     if card is None:

@@ -18,6 +18,7 @@ from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard, is_hub_id, without_places
 from pipeline.heads.registry import algorithm_of
 from pipeline.reports import EvalReport, ShapeAcceptance
+from pipeline.store.hub import license_fields
 
 MODEL_CARD = "README.md"
 #: What the ways of decoding are called that a speedup is over.
@@ -39,8 +40,10 @@ def model_card(
     verifier: str | None = None,
     report: EvalReport | None = None,
     where: str = "--report",
+    license: str | None = None,
 ) -> str:
-    """`verifier` is where config.json of speculators' dialect says that the target is, if it does.
+    """`verifier` is where config.json of speculators' dialect says that the target is, if it does,
+    `license` the head's, which its owners choose.
 
     Raises DataError for a report of another target, or of a drafter without a head.
     """
@@ -48,7 +51,7 @@ def model_card(
         _check_report(card, report, where)
     base = card.contract.source
     parts = [
-        f"---\n{_metadata(card, base, report)}---",
+        f"---\n{_metadata(card, base, report, license)}---",
         f"# Draft head for {markdown_text(base)}",
         _about(head, card),
         _measured(report) if report else "",
@@ -68,9 +71,10 @@ def _check_report(card: HeadCard, report: EvalReport, where: str) -> None:
         raise DataError(problem, where=where, fix="give the report of this head's evaluation")
 
 
-def _metadata(card: HeadCard, base: str, report: EvalReport | None) -> str:
-    """The YAML block (huggingface.co/docs/hub/model-cards). No licence of the head is known."""
+def _metadata(card: HeadCard, base: str, report: EvalReport | None, license: str | None) -> str:
+    """The YAML block (huggingface.co/docs/hub/model-cards)."""
     fields: dict[str, Any] = {
+        **(license_fields([license]) if license else {}),
         "tags": ["speculative-decoding", "eagle3", "draft-model"],
         "pipeline_tag": "text-generation",
     }

@@ -1,7 +1,8 @@
 """Whether files of prompts are still those that a run has read.
 
 A run takes its prompts once and never reads a source again: files may be moved, and a file with
-other content is worth a word, as its changes are not in the run.
+other content is worth a word, as its changes are not in the run. Of a data set on the Hub the
+commit says what was read.
 """
 
 from __future__ import annotations
@@ -13,21 +14,39 @@ from pathlib import Path
 
 from pipeline.config import SourceSpec
 from pipeline.console import notice
+from pipeline.prompts.sources import hub_commits, source_at
 
 #: A file of more blocks than that is told by so many of them, evenly spread, and its size.
 _BLOCKS, _BLOCK = 256, 1 << 20
+_COMMIT = "commit:"
 
 
 def fingerprints(specs: Sequence[SourceSpec]) -> tuple[str | None, ...]:
-    """Size of each local file and a SHA-256 over it; None where there is none to read."""
-    return tuple(_fingerprint(spec.source) for spec in specs)
+    """Size of each local file and a SHA-256 over it, `commit:…` of a hub data set as it is read;
+    None where there is none to read."""
+    return tuple(
+        f"{_COMMIT}{commits[source_at(spec)]}"
+        if source_at(spec) in (commits := hub_commits([spec]))
+        else _fingerprint(spec.source)
+        for spec in specs
+    )
+
+
+def commits_in(specs: Sequence[SourceSpec], before: Sequence[str | None]) -> dict[str, str]:
+    """Of `fingerprints` the commits, by source."""
+    pairs = zip(specs, before, strict=False)
+    return {
+        source_at(spec): then.removeprefix(_COMMIT)
+        for spec, then in pairs
+        if then and then.startswith(_COMMIT)
+    }
 
 
 def notice_changes(stage: str, specs: Sequence[SourceSpec], before: Sequence[str | None]) -> None:
     """One line for each file that is there and no longer what it was; `before` may be empty."""
     reported = set()
     for spec, then in zip(specs, before, strict=False):
-        if then is None or spec.source in reported:
+        if then is None or then.startswith(_COMMIT) or spec.source in reported:
             continue
         now = _fingerprint(spec.source, old_size=int(then.split(":")[0]))
         if now is not None and now != then:

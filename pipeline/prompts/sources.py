@@ -20,11 +20,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
-from pipeline.config import SourceSpec
+from pipeline.config import SourceSpec, store_timeout_seconds
 from pipeline.errors import DataError, MissingPackage
 from pipeline.prompts.bad_records import BadRecords, usable
 from pipeline.prompts.draw import EVEN, Balance, draw
@@ -269,8 +270,38 @@ def count_hub(name: str, spec: SourceSpec) -> int | None:
         return None
 
 
+def source_at(spec: SourceSpec) -> str:
+    """A source with its configured revision."""
+    return f"{spec.source}@{spec.revision}" if spec.revision else spec.source
+
+
+def hub_commits(specs: Iterable[SourceSpec]) -> dict[str, str]:
+    """Of the hub data sets among them, the commits that this process reads, by `source_at`.
+
+    Without those of which the Hub says none: whoever reads the records says what is wrong.
+    """
+    commits = {}
+    for spec in specs:
+        kind, separator, name = spec.source.partition(":")
+        if separator and kind == "hub":
+            with suppress(Exception):  # of huggingface_hub and of its HTTP client
+                commits[source_at(spec)] = _commit(name, spec.revision)
+    return {source: commit for source, commit in commits.items() if commit}
+
+
+@cache
+def _commit(name: str, revision: str | None) -> str | None:
+    """None for a directory of that name here, which `datasets` takes instead."""
+    if os.path.isdir(name):
+        return None
+    from huggingface_hub import HfApi
+
+    seconds = store_timeout_seconds()
+    return HfApi(library_name="eagle3").dataset_info(name, revision=revision, timeout=seconds).sha
+
+
 def _records(spec: SourceSpec) -> Iterator[Any]:
-    where = spec.source
+    where, name = spec.source, spec.source.removeprefix("hub:")
     try:
         from datasets import load_dataset
     except ImportError:
@@ -279,10 +310,10 @@ def _records(spec: SourceSpec) -> Iterator[Any]:
     # At the start or in the middle, the library raises whatever network, parser or layout cause.
     try:
         records: Iterable[Any] = load_dataset(
-            where.removeprefix("hub:"),
+            name,
             spec.subset,
             split=spec.split,
-            revision=spec.revision,
+            revision=_commit(name, spec.revision) or spec.revision,
             streaming=True,
         )
         yield from records

@@ -508,6 +508,9 @@ class EvalReport(Record):
     """How it was measured."""
     work: str = ""
     """Hash of the configuration and the head's manifest that it was made for; "" in older ones."""
+    commits: dict[str, str] = Field({})
+    """Of heads and prompts on the Hub (hub:org/name in the configuration) the commit that was read.
+    """
     prompts: tuple[PromptResult, ...]
     """Every request."""
 

@@ -13,6 +13,7 @@ from pipeline.errors import ConfigError, NotLossless, StageConflict, TakenOver, 
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import WEIGHTS, HeadCard
 from pipeline.heads.registry import open_head
+from pipeline.prompts.sources import hub_commits
 from pipeline.records import Manifest, Prompt, sealed_json, sealed_page
 from pipeline.reports import EVIDENCE, PAGE, REPORT, EvalReport
 from pipeline.serve_eval.compare import check_prompts
@@ -29,6 +30,7 @@ from pipeline.serve_eval.questions import (
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, golden_figure, summarise
 from pipeline.serve_eval.wording import refreshed
+from pipeline.store.hub import HUB, commit_of
 from pipeline.store.location import Location
 from pipeline.store.manifest import (
     head_location,
@@ -103,7 +105,7 @@ def _evaluate(config: RunConfig, parent: Manifest | None, stage_run: StageRun) -
         with memory_explained("eval"):
             measured, left_out = evaluation.own.measure(evaluation.prompts, evaluation.hf)
             report = evaluation.report(measured, left_out)
-        report = report.model_copy(update={"work": stage_run.work})
+        report = report.model_copy(update={"work": stage_run.work, "commits": _commits(config)})
     if not report.is_lossless:
         raise _not_lossless(stage_run, report)
     stage_run.require_own()
@@ -125,6 +127,15 @@ def _evaluate(config: RunConfig, parent: Manifest | None, stage_run: StageRun) -
         },
         files=(REPORT,),
     )
+
+
+def _commits(config: RunConfig) -> dict[str, str]:
+    """What this process has read from the Hub."""
+    section = config.eval
+    heads = [section.head, *(rival.head for rival in section.compare)]
+    on_hub = [head for head in heads if head and head.startswith(HUB)]
+    of_heads = {head: commit_of(head).rpartition("@")[2] for head in on_hub}
+    return of_heads | hub_commits(each.as_source() for each in section.sources)
 
 
 class _Evaluation:

@@ -1,6 +1,6 @@
 """A directory, local or remote, with the few operations that the stages need.
 
-    run = Location("gs://bucket/run")      # or "runs/run", "file:///…", "memory://…"
+    run = Location("gs://bucket/run")      # or "runs/run", "file:///…", "memory://…", "hub:…"
     run.child("synth").write("begin.json", b"{}")
 
 A name becomes visible only with all of its bytes: local files are written beside their final name,
@@ -24,6 +24,7 @@ from pipeline.console import visible
 from pipeline.errors import CorruptShard, Eagle3Error
 from pipeline.store.backend import Backend, FileInfo, explain_os_error
 from pipeline.store.disk import Disk, is_temporary
+from pipeline.store.hub import HUB, Hub, HubAddress
 from pipeline.store.remote import Remote, explain_remote_error
 
 T = TypeVar("T")
@@ -47,14 +48,15 @@ class Location:
     ) -> None:
         self.uri = uri.rstrip("/") or uri
         path = uri.removeprefix("file://").removeprefix("local://")
-        self.is_local = "://" not in path
+        self._is_hub = uri.startswith(HUB)
+        self.is_local = "://" not in path and not self._is_hub
         self._directory = Path(path)
         self._private = self._directory if private is True else private or None
         self._closed = self._directory if closed is True else closed or None
         self._backend: Backend = (
             Disk(self._directory, self._private, self._closed)
             if self.is_local
-            else Remote(self.uri)
+            else (Hub if self._is_hub else Remote)(self.uri)
         )
 
     def __repr__(self) -> str:
@@ -63,11 +65,15 @@ class Location:
     def child(self, name: str) -> Location:
         """The directory `name` below this one."""
         private, closed = self._private or False, self._closed or False
-        return Location(f"{self.uri}/{name}", private=private, closed=closed)
+        return Location(self._below(name), private=private, closed=closed)
 
     def where(self, name: str) -> str:
         """The file `name` as messages show it."""
-        return visible(f"{self.uri}/{name}" if name else self.uri)
+        return visible(self._below(name) if name else self.uri)
+
+    def _below(self, name: str) -> str:
+        # The revision of a repository stands at the end.
+        return str(HubAddress.parse(self.uri).child(name)) if self._is_hub else f"{self.uri}/{name}"
 
     def exists(self, name: str) -> bool:
         """Whether the file `name` exists. Unlike fsspec's, raises without an answer."""

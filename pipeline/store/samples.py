@@ -151,7 +151,8 @@ class Selection(Record):
     asked: int  # turns of all prompts
     characters: int  # in those turns
     shards: tuple[PromptShard, ...]
-    #: Size and SHA-256 of each local file in sources, then exclude; absent in earlier runs.
+    #: Size and SHA-256 of each local file in sources, then exclude, or `commit:…` of a hub data
+    #: set; absent in earlier runs.
     files: tuple[str | None, ...] = ()
 
     @property

@@ -8,4 +8,5 @@ privacy/      detects personal data and secrets, and replaces them
 generate/     the target replies, turn by turn, through the bundled decoder or servers
 audit.py      each shard's mask checked; audit.json, counted from the shards' tallies
 datasheet.py  datasheet.md, rendered from audit.json through datasheet.md.j2
+dataset.py    a run's samples as a data set, and such a data set as the stage of a run
 """

@@ -39,6 +39,7 @@ from pipeline.store.encodings import Encoding, row_width
 from pipeline.store.location import Location
 from pipeline.store.samples import check_supervised, read_samples
 
+AUDIT = "audit.json"
 SCHEMA_VERSION = 2
 #: Lower bounds of a histogram's bins.
 _BOUNDS = (0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.console import markdown_text
 from pipeline.synth.audit import Audit, HistogramBin, Lengths
 
+DATASHEET = "datasheet.md"
 Rows = list[tuple[str, ...]]
 
 _BAR = 40  # characters of the longest bar

@@ -27,7 +27,7 @@ from pipeline import __version__
 from pipeline.config import RunConfig, SynthSection, prepare_process
 from pipeline.console import long_step, notice, progress_bar
 from pipeline.errors import CorruptShard, DataError, EndpointError, StageConflict
-from pipeline.prompts.changes import notice_changes
+from pipeline.prompts.changes import commits_in, notice_changes
 from pipeline.records import Arithmetic, Manifest, Prompt, Sample, TargetContract
 from pipeline.store.location import Location
 from pipeline.store.manifest import MANIFEST, find_manifest, read_begin, stage_location
@@ -43,6 +43,7 @@ from pipeline.store.samples import (
 from pipeline.store.shards import SHARDS, read_entries, reading_tallies
 from pipeline.store.stage_run import Claims, StageRun, make_shards, open_stage
 from pipeline.synth.audit import (
+    AUDIT,
     Tallies,
     add,
     audit_mask,
@@ -53,7 +54,7 @@ from pipeline.synth.audit import (
     show_sample,
     tally,
 )
-from pipeline.synth.datasheet import write_datasheet
+from pipeline.synth.datasheet import DATASHEET, write_datasheet
 from pipeline.synth.generate.backend import GeneratorBackend
 from pipeline.synth.generate.conversations import (
     ConversationRunner,
@@ -379,7 +380,6 @@ class RejectionLimit:
             )
 
 
-AUDIT, DATASHEET = "audit.json", "datasheet.md"
 #: What the manifest and the audit repeat of the section.
 _SAMPLING = {
     "temperature",
@@ -425,6 +425,9 @@ def finish(
         fix = "widen synth's filters or raise its limits, then run again with --force"
         raise DataError(problem, where=stage_run.location.uri, fix=fix)
     details = _details(config, selection, template, tallies)
+    section = synth_section(config)
+    if commits := commits_in((*section.sources, *section.excluded_sources), selection.files):
+        details["commits"] = commits
     if stage_run.clock:
         details["template"]["clock"] = stage_run.clock.isoformat()
     details["forecast"] = forecast(

@@ -55,6 +55,7 @@ from pipeline.learning.corpus import (
 )
 from pipeline.learning.least_squares import FirstBatches
 from pipeline.records import Manifest, Shard, TargetContract, match_contracts
+from pipeline.store.hub import commit_of
 from pipeline.store.location import Location
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import check_supervised
@@ -256,7 +257,7 @@ def choose_init(
     if section.start_from:
         earlier, card = open_head(section.start_from, expected=None if refresh else contract)
         origin = {
-            "head": section.start_from,
+            "head": commit_of(section.start_from),
             "weights_sha256": Location(section.start_from).sha256(WEIGHTS),
             "provenance": card.provenance,
         }

@@ -251,4 +251,6 @@ def _provenance(
         # How far the replies agree with the teacher; {} in states of an older version.
         "replies": parent.details.get("replies", {}),
     }
+    if "synth" in manifests and "imported from" in manifests["synth"].details:
+        facts["samples"] = manifests["synth"].details["imported from"]  # and not config's sources
     return facts | ({"start_from": without_places(dict(init.origin))} if init.origin else {})

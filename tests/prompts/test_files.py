@@ -18,8 +18,9 @@ from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts import files, load_prompts
 from pipeline.prompts.bad_records import BadRecords
-from pipeline.prompts.sources import read_source
+from pipeline.prompts.sources import hub_commits, read_source
 from pipeline.records import Prompt, SamplingOverride
+from tests.hub_server import HubServer
 
 RECORDS: list[dict[str, Any]] = [
     {
@@ -524,3 +525,15 @@ def test_a_hub_data_set_is_read_by_name(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     with pytest.raises(DataError, match="hub:org/name: split 'test' cannot be loaded"):
         load("hub:org/name", split="test")
+
+
+def test_a_process_reads_a_hub_data_set_at_one_commit(hub: HubServer) -> None:
+    first = hub.put("dataset", "org/prompts", {"train.jsonl": b'{"prompt": "Why?"}\n'})
+    spec = SourceSpec(source="hub:org/prompts")
+    assert hub_commits([spec, SourceSpec(source="a.jsonl")]) == {"hub:org/prompts": first}
+    second = hub.put("dataset", "org/prompts", {"train.jsonl": b'{"prompt": "And now?"}\n'})
+    assert [prompt.turns for prompt in read_source(spec)] == [("Why?",)]
+    named = SourceSpec(source="hub:org/prompts", revision=second)
+    assert [prompt.turns for prompt in read_source(named)] == [("And now?",)]
+    with pytest.raises(DataError, match="hub:org/absent: split 'train' cannot be loaded"):
+        list(read_source(SourceSpec(source="hub:org/absent")))
