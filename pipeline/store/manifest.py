@@ -28,6 +28,7 @@ from pipeline.records import (
     canonical_json,
     digest,
     json_object,
+    sealed_json,
     stored_file,
     take_checksum,
 )
@@ -167,7 +168,7 @@ class Begin(Record):
 
         Raises CorruptShard where that cannot be read.
         """
-        return _parse_begin(location, location.create(BEGIN, canonical_json(self.dump()).encode()))
+        return _parse_begin(location, location.create(BEGIN, sealed_json(self.dump())))
 
     def dump(self) -> dict[str, Any]:
         without = {"clock"} if self.clock is None else None
@@ -206,8 +207,10 @@ def read_begin(location: Location) -> Begin | None:
 
 def _parse_begin(location: Location, data: bytes) -> Begin:
     stage = location.uri.rsplit("/", 1)[-1]
-    fix = f"restore the file, or run `eagle3 {stage} --force`"
-    return Begin.parse(data, where=location.where(BEGIN), fix=fix)
+    where, fix = location.where(BEGIN), f"restore the file, or run `eagle3 {stage} --force`"
+    fields = json_object(data, where=where, fix=fix)
+    take_checksum(fields, data, where=where, fix=fix)
+    return Begin.from_fields(fields, where=where, fix=fix)
 
 
 def _leaves(

@@ -43,14 +43,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
-from pipeline.documents import parse_json
 from pipeline.errors import ConsumedShard, CorruptShard, StoreError
 from pipeline.records import (
     Arithmetic,
     Record,
     Shard,
     StoredFile,
-    canonical_json,
     json_object,
     sealed_json,
     stored_file,
@@ -64,6 +62,7 @@ from pipeline.telemetry import count_shard
 #: Directory of the shards inside a stage's directory.
 SHARDS = "shards"
 ENTRY = ".entry.json"
+_ENTRY_KEYS = {"shard", "seconds", "stored", "arithmetic", "tallies"}
 #: Directory, inside a stage's, of the records of what was consumed.
 CONSUMED = "consumed"
 #: What tells the file of one attempt at a shard from another's: the shard's name is all the rest.
@@ -247,7 +246,7 @@ def write_shard(
         "arithmetic": arithmetic and arithmetic.model_dump(mode="json"),
         "tallies": dict(tallies or {}),
     }
-    there = folder.create(name + ENTRY, canonical_json(fields).encode())
+    there = folder.create(name + ENTRY, sealed_json(fields))
     entry = _parse_entry(folder, name + ENTRY, there)
     count_shard(shard, lost=entry.shard.path != shard.path)
     if entry.shard.path != shard.path:
@@ -308,8 +307,12 @@ def read_entry(folder: Location, name: str) -> Entry:
 
 
 def _parse_entry(folder: Location, name: str, data: bytes) -> Entry:
+    where = folder.where(name)
+    fields = json_object(data, where=where, fix=_DELETE_ENTRY)
+    take_checksum(fields, data, where=where, fix=_DELETE_ENTRY)
     try:
-        fields: dict[str, Any] = parse_json(data)
+        if unknown := fields.keys() - _ENTRY_KEYS:
+            raise ValueError(f"has a key {min(unknown)}")
         shard, seconds = Shard.model_validate(fields["shard"]), float(fields["seconds"])
         computed = fields.get("arithmetic")
         arithmetic = Arithmetic.model_validate(computed) if computed else None
@@ -317,10 +320,10 @@ def _parse_entry(folder: Location, name: str, data: bytes) -> Entry:
         entry = Entry(shard, stored_file(data), seconds, stored, arithmetic, tallies)
     except (ValueError, KeyError, TypeError) as error:
         problem = f"not a shard's entry: {' '.join(str(error).split())[:200]}"
-        raise CorruptShard(problem, where=folder.where(name), fix=_DELETE_ENTRY) from None
+        raise CorruptShard(problem, where=where, fix=_DELETE_ENTRY) from None
     if shard.name + ENTRY != name:
         problem = f"is the entry of {shard.name}"
-        raise CorruptShard(problem, where=folder.where(name), fix=_DELETE_ENTRY)
+        raise CorruptShard(problem, where=where, fix=_DELETE_ENTRY)
     return entry
 
 

@@ -13,6 +13,7 @@ the rest.
     head, report.json
     manifest.json, servers/*.json, report.html, the checksum in the file itself: all but the first
     report.md, consumed/*.json                  are written after the manifest
+    begin.json and entries of a begun stage     the checksum in the file itself
     checkpoints and metrics of a begun stage    the markers of the checkpoints; metrics by prefix
 
 States that training has consumed are gone: their entries, and the records that name them, are not.
@@ -56,7 +57,14 @@ from pipeline.records import (
 from pipeline.reports import EVIDENCE, MARKDOWN, PAGE, SERVERS, EvalReport, ServerResult
 from pipeline.store.gc import TEMPORARY, find_orphans
 from pipeline.store.location import Location
-from pipeline.store.manifest import BEGIN, MANIFEST, check_vouched, find_manifest, stage_location
+from pipeline.store.manifest import (
+    BEGIN,
+    MANIFEST,
+    check_vouched,
+    find_manifest,
+    read_begin,
+    stage_location,
+)
 from pipeline.store.samples import (
     PROMPTS,
     SELECTION,
@@ -120,6 +128,9 @@ class _StageCheck:
             self.manifest = find_manifest(run_uri, stage)
         self.is_begun = self.manifest is None and not self.problems and self.location.exists(BEGIN)
         shards = self.manifest.shards if self.manifest else tuple(self._entries())
+        if self.is_begun:
+            with self.collecting():
+                read_begin(self.location)
         self.consumed: set[str] = set()
         if stage == "features" and (self.manifest or self.is_begun):
             there = self.location.child(SHARDS).sizes()

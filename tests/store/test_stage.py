@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from pipeline.store.location import Location
 from pipeline.store.manifest import find_manifest, read_manifest, stage_location
 from pipeline.store.shards import read_shard, verify_shard
 from pipeline.store.stage_run import StageRun, open_stage
+from pipeline.store.verify import verify_run
 from tests.shard_files import resealed, stored_path
 from tests.store.conftest import CONTRACT, make_config
 
@@ -188,7 +190,7 @@ def test_entries_and_manifests_without_arithmetic_are_read(tmp_path: Path) -> No
     assert old.content_hash == digest(as_it_was)
     path.unlink()
     for entry in (tmp_path / "synth/shards").glob("*.entry.json"):
-        entry.write_text(json.dumps({**json.loads(entry.read_text()), "arithmetic": None}))
+        entry.write_bytes(resealed({**json.loads(entry.read_text()), "arithmetic": None}))
     assert len(read_back(config)) == 3
 
 
@@ -216,7 +218,7 @@ def test_keys_that_shape_nothing_and_later_defaults_do_not_conflict(tmp_path: Pa
     path = tmp_path / "synth/begin.json"
     begun = json.loads(path.read_text())
     del begun["shaping"]["synth"]["temperature"], begun["shaping"]["synth"]["quality"]
-    path.write_text(json.dumps({**begun, "config_hash": "0" * 64}))
+    path.write_bytes(resealed({**begun, "config_hash": "0" * 64}))
     open_synth(make_config(tmp_path, synth={"batch_size": 3}))
     for changed, key in (
         ({"temperature": 0.5}, "synth.temperature 0.0 → 0.5"),
@@ -231,7 +233,7 @@ def test_an_older_begin_record_is_compared_by_its_hash(tmp_path: Path) -> None:
     open_synth(config).commit("00000.bin", b"data", rows=1, tokens=1)
     path = tmp_path / "synth/begin.json"
     fields = json.loads(path.read_text())
-    del fields["shaping"]
+    del fields["shaping"], fields["checksum"]
     path.write_text(json.dumps({**fields, "schema_version": 3}))
     assert open_synth(config).committed == {"00000.bin"}
     other = make_config(tmp_path, synth={"max_prompts": 7})
@@ -317,7 +319,8 @@ def test_a_shard_is_a_file_of_its_directory(tmp_path: Path, name: str) -> None:
         read_manifest(str(tmp_path), "synth")
     path.unlink()
     entry = tmp_path / "synth/shards/00001.bin.entry.json"
-    entry.write_text(entry.read_text().replace('"00001.bin"', json.dumps(name)))
+    text = entry.read_text().replace('"00001.bin"', json.dumps(name))
+    entry.write_bytes(resealed(json.loads(text)))
     with pytest.raises(CorruptShard, match=r"00001\.bin\.entry\.json: not a shard's entry"):
         read_back(config)
 
@@ -437,11 +440,29 @@ def test_a_broken_entry_is_named(tmp_path: Path, text: str) -> None:
     stage_run.commit("00000.bin", b"data", rows=1, tokens=1)
     entry = tmp_path / "synth/shards/00000.bin.entry.json"
     entry.write_text(text)
-    message = r"00000\.bin\.entry\.json: not a shard's entry: .*fix: delete it"
+    problem = r"(not a shard's entry: |not JSON: |is not a JSON object).*"
+    message = rf"00000\.bin\.entry\.json: {problem}\(fix: delete it"
     with pytest.raises(CorruptShard, match=message):
         read_back(make_config(tmp_path))
     entry.unlink()
     assert read_back(make_config(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("name", ["begin.json", "shards/00000.bin.entry.json"])
+def test_every_byte_of_a_begun_stage_s_records_is_covered(tmp_path: Path, name: str) -> None:
+    """There is no manifest yet that would name them."""
+    config = make_config(tmp_path)
+    open_synth(config).commit("00000.bin", b"data", rows=1, tokens=1)
+    path = tmp_path / "synth" / name
+    whole, draw = path.read_bytes(), random.Random(0)
+    right = verify_run(str(tmp_path)).problems
+    for _ in range(80):
+        changed = bytearray(whole)
+        changed[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        assert any(path.name in each for each in set(verify_run(str(tmp_path)).problems) - {*right})
+    path.write_bytes(whole)
+    assert verify_run(str(tmp_path)).problems == right
 
 
 def test_an_entry_of_another_file_is_named(tmp_path: Path) -> None:

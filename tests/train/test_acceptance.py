@@ -25,6 +25,7 @@ from pipeline.train.loop import Evaluator, total_steps
 from pipeline.train.prepare import StoredCorpus
 from pipeline.train.progress import Progress
 from pipeline.train.stage import run
+from tests.shard_files import resealed
 from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 
 EVALUATION = {
@@ -204,7 +205,7 @@ def test_no_evaluation_exports_the_last_step(tiny_config: Configure, store_state
     begin = Path(config.run.uri) / "train" / "begin.json"
     begun = json.loads(begin.read_text())
     begun["shaping"]["train"] |= {"evaluate_prompts": 16}  # another default, of an earlier version
-    begin.write_text(json.dumps(begun))
+    begin.write_bytes(resealed(begun))
     other = config.model_copy(
         update={"train": config.train.model_copy(update={"evaluate_tokens": 9})}
     )
