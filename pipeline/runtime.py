@@ -176,7 +176,9 @@ class _Driver:
         self._folder = stage_location(config.run.uri, stage).child(SHARDS)
         self._running: dict[Any, Any] = {}  # result → actor
         self._deaths = 0
-        self._head = ray.get_runtime_context().gcs_address
+        # Ray's client names an address of the cluster's own network, and misses its server itself.
+        by_client = os.environ.get("RAY_ADDRESS", "").startswith("ray://")
+        self._head = None if by_client else ray.get_runtime_context().gcs_address
         self._head_seen = time.monotonic()
 
     def run(self) -> Manifest:
@@ -209,6 +211,8 @@ class _Driver:
 
     def _look_for_head(self) -> None:
         """Raises WorkersDied where it has been gone for a while."""
+        if self._head is None:
+            return
         try:
             _reach(self._head)
         except OSError as error:
@@ -280,7 +284,7 @@ def _connect(ray: Any) -> None:
 
 def _reach(address: str) -> None:
     host, port = address.rsplit(":", 1)
-    socket.create_connection((host, int(port)), timeout=_CONNECT).close()
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT).close()
 
 
 def _ray() -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -104,20 +104,23 @@ def _not_utf8(error: UnicodeDecodeError, where: str) -> BadRecord:
 
 def count_rows(source: str) -> int:
     """Records of a Parquet file, by its own account. Raises DataError."""
-    open_file(source).close()  # which says what is wrong with a path
-    with open_batches(source) as (count, _, _):
+    with _parquet(source) as (count, _, _):
         return count
 
 
 def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
-    open_file(source).close()
-    with open_batches(source) as (_, schema, batches):
+    with _parquet(source) as (_, schema, batches):
         _refuse_repeated_names(schema, source)
         number = 0
         for batch in batches:
             for record in _rows(batch):
                 number += 1
                 yield f"{source}: row {number}", record
+
+
+def _parquet(source: str) -> AbstractContextManager[tuple[int, Any, Iterator[Any]]]:
+    open_file(source).close()  # which says what is wrong with a path
+    return open_batches(source)
 
 
 def _refuse_repeated_names(fields: Any, source: str, above: str = "") -> None:

@@ -5,7 +5,7 @@
 
 Some broken files end the process that reads them (an exception of C++ that pyarrow does not catch),
 and a few bytes may unpack to any size, whatever their footer says. Then the child ends, and the
-file is refused. The child imports none of ours, so it starts in a quarter of a second.
+file is refused. The child imports none of ours, so it starts soon.
 """
 
 from __future__ import annotations

@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from pipeline import runtime
 from pipeline.config import load
+from pipeline.errors import WorkersDied
 from pipeline.features.stage import run as run_features
 from pipeline.records import Stage
 from pipeline.store.manifest import find_manifest, read_manifest
@@ -164,6 +167,21 @@ def test_a_head_that_goes_away_is_tried_again(files: tuple[Path, Path]) -> None:
         for worker in workers():
             os.kill(worker, signal.SIGKILL)
         own.shutdown()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("address", ["ray://cluster:10001", "127.0.0.1:1"])
+def test_a_head_behind_ray_s_client_is_not_looked_for(
+    write_config: Write, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """It names an address of its own network, where this machine reaches nobody."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(runtime, "_HEADLESS", 0.0)
+    context = SimpleNamespace(gcs_address="127.0.0.1:1")
+    connected = SimpleNamespace(get_runtime_context=lambda: context)
+    starting = runtime._Driver(connected, load(write_config("client")), "synth")
+    expected = nullcontext() if "://" in address else pytest.raises(WorkersDied, match="has gone")
+    with expected:
+        starting._look_for_head()
 
 
 def test_an_error_of_a_worker_is_the_command_s(cluster: Any, write_config: Write) -> None:

@@ -168,11 +168,15 @@ class SeenServer:
         return {each.question.request_id: each.rounds for each in reversed(replies) if each.rounds}
 
     @property
+    def _token_ids(self) -> dict[str, tuple[int, ...] | None]:
+        """Of the first reply to each prompt, by request."""
+        replies = reversed(self.runs[0].replies)
+        return {each.question.request_id: each.token_ids for each in replies}
+
+    @property
     def partings(self) -> list[Parting]:
         """Of replies whose token ids are known and not the decoder's."""
-        replies, golden = self.runs[0].replies, self.golden
-        ids = {each.question.request_id: each.token_ids for each in reversed(replies)}
-        partings = []
+        golden, ids, partings = self.golden, self._token_ids, []
         for prompt in self.golden_prompts:
             if golden and (theirs := ids.get(prompt.id)):
                 parting = parting_of(prompt, theirs, golden.stop_ids)
@@ -184,8 +188,8 @@ class SeenServer:
         """What explains best where the replies part: noise n ~ N(0, sigma) on each lead g of the
         likeliest token. It is the server's as well with probability P(n < g)."""
         partings = {each.prompt: each for each in self.partings}
-        ids = {each.question.request_id: each.token_ids for each in self.runs[0].replies}
-        taken, lost = list[float](), [each.gap or 0.0 for each in partings.values()]
+        ids, taken = self._token_ids, list[float]()
+        lost = [each.gap or 0.0 for each in partings.values()]
         for prompt in self.golden_prompts:
             theirs = ids.get(prompt.id) or ()
             end = partings[prompt.id].position if prompt.id in partings else len(theirs)
