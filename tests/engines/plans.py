@@ -149,7 +149,7 @@ _LAYER = "midlayer."
 _TARGET = "model.layers.3."
 #: The text is the target's alone; a fault of the drafter shows in its rounds.
 _DRAFTS = "rounds_differ", "acceptance_differs"
-_TEXT = ("replies_differ",)
+_TEXT = "replies_differ", "logits_differ"
 _CHUNKS = "--max-num-batched-tokens", "64", "--max-num-seqs", "8"
 
 RIGHT = (
@@ -236,6 +236,12 @@ FAULTS = (
         _TEXT,
         target=_noise(f"{_TARGET}mlp.down_proj.weight", 0.5),
     ),
+    Plan(
+        "a target with noise in one layer's keys",
+        _TEXT,
+        target=_noise("model.layers.5.self_attn.k_proj.weight", 0.5),
+    ),
+    Plan("a target of eight bits", _TEXT, target=_rounded(8)),
     Plan("a target of four bits", _TEXT, target=_rounded(4)),
     Plan("a target with another rotary base", _TEXT, target_config=_rope(1e4)),
     Plan(

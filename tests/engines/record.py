@@ -1,7 +1,8 @@
-"""Serves every plan by a real vLLM and keeps what came back: `python -m tests.engines.record`.
+"""Serves plans by a real vLLM and keeps what came back: `python -m tests.engines.record [NAME …]`.
 
-The recordings are judged by `make test`, which needs no engine. A plan that is recorded already is
-left as it is; about an hour on two cores.
+The recordings are judged by `make test`, which needs no engine. Each kind of machine has a file, as
+their arithmetics differ; a plan that is recorded in it already is left as it is. All of them take
+about an hour on two cores.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pipeline.config import LiveServerSection
+from pipeline.config.isa import machine_levels
 from pipeline.serve_eval.questions import Question
 from pipeline.serve_eval.servers.client import open_client
 from pipeline.serve_eval.servers.kinds import LiveServer, identify
@@ -20,20 +22,28 @@ from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
 from tests.engines.lines import Line, make_line
 from tests.engines.plans import FAULTS, RIGHT, Plan
 from tests.engines.servers import EngineServer, vllm_server
-from tests.serve_eval.recorded_runs import FILE, RecordedReply, RecordedRun, Recording, Recordings
+from tests.serve_eval.recorded_runs import (
+    FOLDER,
+    Leads,
+    RecordedReply,
+    RecordedRun,
+    Recording,
+    Recordings,
+)
 
 
 def main() -> None:
-    """Record what is missing."""
-    line = make_line()
-    known = Recordings.read() if FILE.is_file() else Recordings(reports={}, servers=())
+    """Record what is missing, of the plans that are named, or of all."""
+    line, file = make_line(), FOLDER / f"vllm-{machine_levels()[-1]}.json.gz"
+    known = Recordings.read(file) if file.is_file() else Recordings(reports={}, servers=())
     if known.reports != line.reports:
         known = Recordings(reports=line.reports, servers=())
     for plan in (*RIGHT, *FAULTS):
-        if plan.name not in {each.name for each in known.servers}:
+        is_known = plan.name in {each.name for each in known.servers}
+        if not is_known and plan.name in (sys.argv[1:] or [plan.name]):
             recording = record(plan, line)
             known = known.model_copy(update={"servers": (*known.servers, recording)})
-            known.write()
+            known.write(file)
             print(plan.name, file=sys.stderr)
 
 
@@ -52,17 +62,20 @@ def record(plan: Plan, line: Line) -> Recording:
             options=plan.options,
         )
         with served as server:
-            seen, runs = asyncio.run(_send(plan, line, server))
+            seen, runs, leads = asyncio.run(_send(plan, line, server))
     return Recording(
         name=plan.name,
         found=plan.found,
         server={**asdict(seen), "model": "SmolLM2"},
         drafts=plan.drafts,
         runs=tuple(map(_recorded, runs)),
+        leads=leads,
     )
 
 
-async def _send(plan: Plan, line: Line, server: EngineServer) -> tuple[LiveServer, list[LoadRun]]:
+async def _send(
+    plan: Plan, line: Line, server: EngineServer
+) -> tuple[LiveServer, list[LoadRun], dict[str, Leads]]:
     golden = line.report.golden
     assert golden
     section = LiveServerSection.model_validate({"url": server.url})
@@ -77,7 +90,12 @@ async def _send(plan: Plan, line: Line, server: EngineServer) -> tuple[LiveServe
             stop_ids=golden.stop_ids,
         )
         runs = [await measure.run(questions, each, lambda _: None) for each in plan.concurrency]
-    return seen, runs
+        leads = {
+            dtype: await measure.leads(report.golden.prompts)
+            for dtype, report in line.reports.items()
+            if report.golden
+        }
+    return seen, runs, leads
 
 
 def _recorded(run: LoadRun) -> RecordedRun:

@@ -44,6 +44,7 @@ class Faults:
     parts_at: int = 4096  # the token from which on a vLLM's reply is another
     plain: bool = False  # knows nothing of speculation
     other_tokens: bool = False  # decodes something else
+    noise: float | None = 0.0  # nats, on the leads of a reply that it scores; None: it scores none
     more_prompt_tokens: int = 0  # of its chat template
     others: int = 0  # tokens that it generates for others meanwhile
     old_names: bool = False
@@ -78,6 +79,21 @@ class RecordedServer:
                 proposed=(rounds,) * depth,
             )
         return each, reply, counters
+
+    def scored(self, ids: list[int]) -> list[dict[int, float]]:
+        """Log-probabilities of a golden reply's tokens but the last, each with the likeliest other
+        one's; the report has by how much they differ."""
+        (each,) = (
+            each for each in self.golden.prompts if [*each.prompt_ids, *each.reply_ids[:-1]] == ids
+        )
+        assert self.faults.noise is not None
+        signs = 1, -1, -1, 1
+        return [
+            {token: -0.5, token ^ 1: -0.5 - gap - signs[place % 4] * self.faults.noise}
+            for place, (token, gap) in enumerate(
+                zip(each.reply_ids[:-1], each.runner_up_gaps, strict=False)
+            )
+        ]
 
     def counters_of(self, prompt: GoldenPrompt) -> RoundCounters:
         """With the shape that it drafts: the report's tree."""
@@ -164,6 +180,8 @@ class RecordedSglang(RecordedServer):
             return refusal
         self.asked.append(body)
         assert body["sampling_params"]["temperature"] == 0
+        if body.get("return_logprob"):
+            return self._score(body)
         return StreamingResponse(self._events(body), media_type="text/event-stream")
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -191,6 +209,20 @@ class RecordedSglang(RecordedServer):
             yield _sse({"text": "x" * made, **ids, "meta_info": meta})
             await asyncio.sleep(0.002)
         yield b"data: [DONE]\n\n"
+
+    def _score(self, body: dict[str, Any]) -> Response:
+        """Of the tokens from `logprob_start_len` on, the first of them with nothing before it."""
+        if self.faults.noise is None:
+            return JSONResponse({"error": {"message": "no logprobs"}}, 400)
+        rows = self.scored(body["input_ids"])
+        first, *left = body["input_ids"][body["logprob_start_len"] :]
+        own = [
+            [None, first, None],
+            *([row[token], token, None] for row, token in zip(rows, left, strict=True)),
+        ]
+        top = [[[nats, token, None] for token, nats in row.items()] for row in rows]
+        meta = {"input_token_logprobs": own, "input_top_logprobs": [None, *top]}
+        return JSONResponse({"text": "x", "output_ids": [1], "meta_info": meta})
 
     def _meta_info(self, made: int, counters: RoundCounters) -> dict[str, Any]:
         old, kept = self.faults.old_names, counters.accepted_tokens
@@ -268,7 +300,10 @@ class RecordedVllm(RecordedServer):
         if (refusal := self.refusal()) is not None:
             return refusal
         self.asked.append(body)
-        assert body["temperature"] == 0 and body["stream_options"] == {"include_usage": True}
+        assert body["temperature"] == 0
+        if "prompt_logprobs" in body:
+            return self._score(body)
+        assert body["stream_options"] == {"include_usage": True}
         return StreamingResponse(self._events(body), media_type="text/event-stream")
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -297,6 +332,19 @@ class RecordedVllm(RecordedServer):
         reported = reported if self.faults.by_request else {}
         yield _sse(head | {"choices": [], "usage": usage} | reported)
         yield b"data: [DONE]\n\n"
+
+    def _score(self, body: dict[str, Any]) -> Response:
+        """Of all tokens, of the first there is nothing to say."""
+        if self.faults.noise is None:
+            return JSONResponse({"error": {"message": "no logprobs"}}, 400)
+        rows = [
+            {str(token): {"logprob": nats, "rank": 1} for token, nats in row.items()}
+            for row in self.scored(body["prompt"])
+        ]
+        others = len(body["prompt"]) - len(rows) - 1
+        before = [None, *[{"7": {"logprob": -3.0, "rank": 9}}] * others]
+        choice = {"index": 0, "text": "x", "logprobs": None, "prompt_logprobs": [*before, *rows]}
+        return JSONResponse({"object": "text_completion", "choices": [choice]})
 
     def counters_until(self, prompt: GoldenPrompt, tokens: int) -> RoundCounters:
         """Of a reply that a limit ends."""

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
 from pipeline.config import LiveServerSection
 from pipeline.records import Record
 from pipeline.reports import EvalReport
@@ -20,7 +22,9 @@ from pipeline.serve_eval.servers.findings import SeenServer
 from pipeline.serve_eval.servers.kinds import LiveServer, ServerRounds, rounds_of
 from pipeline.serve_eval.servers.load import LiveReply, LoadRun
 
-FILE = Path(__file__).parent / "recordings/vllm.json.gz"
+FOLDER = Path(__file__).parent / "recordings"
+#: By prompt, of each token of the decoder's reply but the last.
+Leads = dict[str, tuple[float, ...]]
 
 
 class RecordedReply(NamedTuple):
@@ -48,6 +52,8 @@ class Recording(Record):
     server: dict[str, Any]
     drafts: int
     runs: tuple[RecordedRun, ...]
+    leads: dict[str, Leads] = Field({})
+    """By the type of the report whose replies it scored; {} of an older recording."""
 
     def seen(self, run: RecordedRun, report: EvalReport, *, listed: bool) -> SeenServer:
         """At one concurrency; without `listed` the server says nothing of single rounds, as without
@@ -68,7 +74,8 @@ class Recording(Record):
         load = LoadRun(run.concurrency, tuple(replies), failed, 1.0, None, None, run.detail)
         own = {each.id: each.counters for each in golden.values()}
         limit = report.golden.max_new_tokens
-        seen = SeenServer(LiveServer(**self.server), section, [load], limit, (), report, own)
+        leads = self.leads.get(report.settings.dtype, {})
+        seen = SeenServer(LiveServer(**self.server), section, [load], limit, (), report, own, leads)
         return seen if listed else replace(seen, cut=self._cut(seen, run))
 
     def _rounds(self, rounds: Sequence[tuple[int, int]]) -> ServerRounds | None:
@@ -110,9 +117,8 @@ class Recordings(Record):
     servers: tuple[Recording, ...]
 
     @staticmethod
-    def read() -> Recordings:
-        return Recordings.model_validate_json(gzip.decompress(FILE.read_bytes()))
+    def read(file: Path) -> Recordings:
+        return Recordings.model_validate_json(gzip.decompress(file.read_bytes()))
 
-    def write(self) -> None:
-        data = self.model_dump_json().encode()
-        FILE.write_bytes(gzip.compress(data, mtime=0))
+    def write(self, file: Path) -> None:
+        file.write_bytes(gzip.compress(self.model_dump_json().encode(), mtime=0))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from pipeline.reports import EvalReport, ServerResult, VllmNames
 from pipeline.serve_eval.questions import first_question, load_evaluation_prompts
 from pipeline.serve_eval.servers.check import check, compare_golden
 from pipeline.serve_eval.servers.evaluate import evaluate_server
-from pipeline.serve_eval.servers.kinds import parse_metrics, rounds_of
+from pipeline.serve_eval.servers.kinds import LiveServer, parse_metrics, read_leads, rounds_of
 from pipeline.target.open import open_template
 from tests.serve_eval.conftest import listening_app
 from tests.serve_eval.recorded import Faults, RecordedServer, RecordedSglang, RecordedVllm
@@ -72,7 +74,7 @@ def test_a_right_sglang(recorded: Recorded) -> None:
     assert result.findings == () and result.passed
     assert result.server_settings["speculative_algorithm"] == "EAGLE3"
     assert "sk-secret" not in result.model_dump_json()
-    sent = {tuple(body["input_ids"]) for body in served.asked}
+    sent = {tuple(body["input_ids"]) for body in served.asked if body.get("stream")}
     assert sent == {each.prompt_ids for each in recorded.golden.prompts}
     ours = recorded.report.acceptance
     for point in result.curve.points:
@@ -160,6 +162,62 @@ def test_in_bf16_a_reply_that_parts_is_asked_for_up_to_there(recorded: Recorded)
     more = frozenset(each.id for each in longer)
     url, _ = recorded.start(RecordedVllm, Faults(parts_at=6, one_more_round=more))
     assert not check(report, recorded.of(url).eval.server, where="report")
+
+
+@BOTH
+def test_logits_of_another_target_are_named_though_no_reply_parts(
+    recorded: Recorded, kind: type[RecordedServer]
+) -> None:
+    url, _ = recorded.start(kind, Faults(noise=0.26))
+    names = _names(recorded.evaluate(url))
+    assert "0.26 nats of noise lie on the server's logits, where 0.25 are" in names["logits_differ"]
+    seen, _ = compare_golden(recorded.report, recorded.of(url).eval.server, where="report")
+    assert seen.measured_noise == pytest.approx(0.26, abs=1e-3) and not seen.exact
+    assert not check(recorded.report, recorded.of(url).eval.server, where="report")
+
+
+@BOTH
+@pytest.mark.parametrize("noise", [0.24, 0.0, None])
+def test_noise_of_an_arithmetic_is_allowed(
+    recorded: Recorded, kind: type[RecordedServer], noise: float | None
+) -> None:
+    """And a server that scores nothing is judged by its replies."""
+    url, _ = recorded.start(kind, Faults(noise=noise))
+    assert recorded.evaluate(url).passed
+    seen, _ = compare_golden(recorded.report, recorded.of(url).eval.server, where="report")
+    assert seen.measured_noise == (None if noise is None else pytest.approx(noise, abs=1e-4))
+    assert seen.exact == (noise != 0.24)
+
+
+_LOGPROBS = {"6": {"logprob": -1.0}, "8": {"logprob": -3.5}}
+
+
+def _scores(*rows: Any) -> dict[str, Any]:
+    return {"choices": [{"prompt_logprobs": [None, None, *rows]}]}
+
+
+_UNREADABLE: list[Any] = [
+    *(None, [], {}, {"choices": []}, _scores(), _scores(_LOGPROBS), _scores({}, _LOGPROBS)),
+    *(_scores(None, _LOGPROBS), _scores({"5": 1}, _LOGPROBS)),
+    _scores({"x": {"logprob": 1.0}}, _LOGPROBS),
+    _scores({"5": {"logprob": -2.0}}, _LOGPROBS),  # of no other token
+    _scores({"8": {"logprob": -2.0}, "9": {"logprob": -3.0}}, _LOGPROBS),  # of others alone
+    _scores({"5": {"logprob": float("inf")}, "9": {"logprob": -1.5}}, _LOGPROBS),
+]
+_READABLE = _scores({"5": {"logprob": -2.0}, "9": {"logprob": -1.5}}, _LOGPROBS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "leads"), [(_READABLE, (-0.5, 2.5)), *((each, None) for each in _UNREADABLE)]
+)
+def test_scores_are_read_or_left_alone(answer: Any, leads: tuple[float, ...] | None) -> None:
+    class Client:
+        async def post(self, path: str, body: dict[str, Any]) -> Any:
+            assert path == "/v1/completions" and body["prompt"] == [3, 4, 5, 6]
+            return answer
+
+    read = read_leads(Client(), LiveServer("vllm", "m"), (3, 4), (5, 6))  # type: ignore[arg-type]
+    assert asyncio.run(read) == leads
 
 
 @BOTH

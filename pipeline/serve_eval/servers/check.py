@@ -109,7 +109,8 @@ async def _send(report: EvalReport, golden: GoldenFigure, section: LiveServerSec
         limit = golden.max_new_tokens
         run = await measure(new_tokens=limit).run(questions, 1, lambda amount: None)
         seen = SeenServer(server, section, [run], limit, report=report, own=own)
-        return replace(seen, cut=await _cut(seen, measure))
+        leads = await measure(new_tokens=limit).leads(seen.golden_prompts)
+        return replace(seen, leads=leads, cut=await _cut(seen, measure))
 
 
 async def _cut(seen: SeenServer, measure: Callable[..., LiveMeasure]) -> dict[str, LiveReply]:

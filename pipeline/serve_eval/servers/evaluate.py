@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -100,6 +101,7 @@ async def _measure(
                 runs.append(await measure.run(questions, level, bar.advance))
         own = {} if section.plain else _own_counters(report, questions, new)
         seen = SeenServer(server, section, runs, new, checked, report, own)
+        seen = replace(seen, leads=await measure.leads(seen.golden_prompts))
         failed = sum((run.failed for run in runs), start=client.failures)
         return seen, dict(failed)
 

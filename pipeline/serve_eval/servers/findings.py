@@ -2,11 +2,13 @@
 
 Like is compared with like: the shape that the server drafts, a chain or a tree, is read from it,
 and the decoder's rounds with just that shape are the report's, replayed where its own tree is
-another. Prompts are the same, replies greedy, so three things must hold, from sharp to blunt:
+another. Prompts are the same, replies greedy, so these must hold, from sharp to blunt:
 
     rounds     where a reply is the decoder's own text, its rounds accept what the decoder's do: in
                fp32 all of them, in bf16 those whose drafts are no near-ties
     text       another reply parts from the decoder's where two tokens are all but equally likely
+    logits     a server that gives log-probabilities of a text that it is sent has the decoder's
+               leads over its replies, up to the noise of its arithmetic
     τ          over all prompts it is the decoder's, up to `eval.server.tolerance`, or up to a
                difference whose 95 % interval holds 0
 """
@@ -43,10 +45,12 @@ from pipeline.serve_eval.servers.load import LiveReply, LoadRun
 _NOTHING_ACCEPTED = 1.05
 #: A right server's text parts where the next token is no further below, in nats: bf16, and fp32.
 NEAR_TIE, EXACT_TIE = 0.5, 0.01
-#: Standard deviation of what another arithmetic adds to the difference of two logits, in nats: 0.20
-#: at most of a right server in bf16. More must explain the replies better by so much, in nats of
-#: their likelihood (95 % of the chi-squared distribution with one degree of freedom).
-NOISE, _LIKELIER = 0.25, 1.92
+#: Standard deviation of what another arithmetic adds to the difference of two logits, in nats: in
+#: bf16 0.15 at most where a right server gives its logits, 0.20 as its replies part; and in fp32.
+NOISE, EXACT_NOISE = 0.25, 0.005
+#: More than NOISE must explain replies that part better by so much, in nats of their likelihood
+#: (95 % of the chi-squared distribution with one degree of freedom).
+_LIKELIER = 1.92
 #: Drafts in bf16 are others than the decoder's, on a right server, only where these lead by little:
 #: by so many nats all together, and by so many more for each round.
 NEAR_DRAFTS, NEAR_DRAFT = 0.4, 0.001
@@ -54,6 +58,7 @@ NEAR_DRAFTS, NEAR_DRAFT = 0.4, 0.001
 _OTHER_ROUNDS = 0.04
 #: How far τ may move between concurrencies, by near-ties and by prompts that are sent again.
 _UNDER_LOAD = 0.10
+_TARGET_FIX = "compare the target's weights, their type and quantisation, and sampling defaults"
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}  # the gravest first
 
 
@@ -125,6 +130,9 @@ class SeenServer:
     template: Sequence[tuple[str, int, int, bool]] = ()  # prompt, its tokens, ours, the same ids
     report: EvalReport | None = None
     own: Mapping[str, RoundCounters] = field(default_factory=dict)  # by prompt, with its own tree
+    #: By prompt, how far each token of the decoder's reply leads over the likeliest other; {}: the
+    #: server does not say.
+    leads: Mapping[str, Sequence[float]] = field(default_factory=dict)
     #: Replies that had parted from the decoder's, sent again up to there.
     cut: Mapping[str, LiveReply] = field(default_factory=dict)
 
@@ -184,6 +192,23 @@ class SeenServer:
         return partings
 
     @property
+    def other_leads(self) -> list[tuple[float, str, int]]:
+        """The server's leads less the decoder's, with the prompt and the token of its reply."""
+        return [
+            (theirs - ours, prompt.id, position)
+            for prompt in self.golden_prompts
+            for position, (theirs, ours) in enumerate(
+                zip(self.leads.get(prompt.id, ()), prompt.runner_up_gaps, strict=False)
+            )
+        ]
+
+    @property
+    def measured_noise(self) -> float | None:
+        """Root mean square of the leads' differences, in nats; None where they are not known."""
+        squares = [each**2 for each, *_ in self.other_leads]
+        return sqrt(sum(squares) / len(squares)) if squares else None
+
+    @property
     def noise(self) -> Noise:
         """What explains best where the replies part: noise n ~ N(0, sigma) on each lead g of the
         likeliest token. It is the server's as well with probability P(n < g)."""
@@ -229,11 +254,13 @@ class SeenServer:
 
     @property
     def exact(self) -> bool:
-        """Whether both sides compute in fp32: as the server says, else as its text shows."""
+        """Whether both sides compute in fp32: as the server says, else as it shows."""
         if self.report is None or self.report.settings.dtype != "float32":
             return False
         dtype = str(self.server.settings.get("dtype", "auto")).removeprefix("torch.")
-        return dtype == "float32" if dtype != "auto" else not self.partings
+        if dtype == "auto":
+            return not self.partings and (self.measured_noise or 0.0) <= EXACT_NOISE
+        return dtype == "float32"
 
 
 def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
@@ -587,10 +614,22 @@ def _template(seen: SeenServer) -> Iterator[ServerFinding]:
 
 
 def texts(seen: SeenServer) -> Iterator[ServerFinding]:
-    """Replies that part from the decoder's greedy tokens where one token is clearly the likelier.
+    """Logits that are not the decoder's, and replies that part from its greedy tokens where one is
+    clearly the likelier.
 
     A note counts the others: at a near-tie another arithmetic may take either token.
     """
+    measured, allowed = seen.measured_noise, EXACT_NOISE if seen.exact else NOISE
+    if measured is not None and measured > allowed:
+        other = seen.other_leads
+        most, name, position = max(other, key=lambda each: abs(each[0]))
+        text = (
+            f"over {len(other)} tokens of the decoder's replies {measured:.3g} nats of noise lie "
+        )
+        text += f"on the server's logits, where {allowed:g} are allowed; most in {name}, whose "
+        text += f"token {position + 1} leads by {abs(most):.2f} nats "
+        text += "more" if most > 0 else "less"
+        yield finding("error", "logits_differ", text, _TARGET_FIX)
     if not (partings := seen.partings):
         return
     limit = EXACT_TIE if seen.exact else NEAR_TIE
@@ -605,19 +644,16 @@ def texts(seen: SeenServer) -> Iterator[ServerFinding]:
         worst = max(far, key=lambda each: each.gap or 0.0)
         text = f"{count}, {len(far)} of them at no near-tie: in {worst.prompt} the server's token "
         text += f"{worst.position + 1} is {worst.gap:.2f} nats less likely than the decoder's"
-        fix = "compare the target's weights, their type and quantisation, and sampling defaults"
-        yield finding("error", "replies_differ", text, fix)
+        yield finding("error", "replies_differ", text, _TARGET_FIX)
     elif len(unlikely) > len(partings) / 2 and len(unlikely) > 1:
         text = f"{count}, {len(unlikely)} of them with neither of the two likeliest tokens, first "
         text += f"{unlikely[0].prompt} at token {unlikely[0].position + 1}"
-        fix = "compare the target's weights, their type and quantisation, and sampling defaults"
-        yield finding("error", "replies_differ", text, fix)
-    elif not seen.exact and (noise := seen.noise).likelier > _LIKELIER:
+        yield finding("error", "replies_differ", text, _TARGET_FIX)
+    elif measured is None and not seen.exact and (noise := seen.noise).likelier > _LIKELIER:
         text = f"{count}, each where the next likeliest token is within {limit:g} nats, but too "
         text += f"often: as if noise of {noise.sigma:.2f} nats lay on the differences of logits, "
         text += f"where {NOISE:g} are allowed"
-        fix = "compare the target's weights, their type and quantisation, and sampling defaults"
-        yield finding("error", "replies_differ", text, fix)
+        yield finding("error", "replies_differ", text, _TARGET_FIX)
     else:
         text = f"{count}, each where the next likeliest token is within {limit:g} nats"
         yield finding("note", "near_ties", text, "nothing")

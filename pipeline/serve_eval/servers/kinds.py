@@ -20,7 +20,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from math import isfinite
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.config import OWNER
 from pipeline.documents import LONGEST_NAME, name_in
@@ -110,6 +113,28 @@ class LiveServer:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
+
+    def scoring(self, prompt_ids: Sequence[int], reply_ids: Sequence[int]) -> dict[str, Any] | None:
+        """A request for the log-probabilities of a reply that is sent along; None of a kind that
+        gives them for tokens of its own alone."""
+        ids = [*prompt_ids, *reply_ids]
+        if self.kind == "vllm":
+            return {
+                "model": self.model,
+                "prompt": ids,
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": 2,
+            }
+        if self.kind == "sglang":
+            return {
+                "input_ids": ids,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+                "return_logprob": True,
+                "logprob_start_len": len(prompt_ids) - 1,
+                "top_logprobs_num": 2,
+            }
+        return None
 
 
 async def identify(client: LiveClient, url: str, kind: str, model: str | None) -> LiveServer:
@@ -338,6 +363,66 @@ def _are_counts(values: Any) -> bool:
 
 def _first(meta: dict[str, Any], *names: str) -> Any:
     return next((meta[name] for name in names if meta.get(name) is not None), None)
+
+
+async def read_leads(
+    client: LiveClient, server: LiveServer, prompt_ids: Sequence[int], reply_ids: Sequence[int]
+) -> tuple[float, ...] | None:
+    """By how many nats the server's target prefers each token of the reply to the likeliest other;
+    None where it does not say. Raises ServerGone."""
+    if not reply_ids:
+        return ()
+    body = server.scoring(prompt_ids, reply_ids)
+    answer = await client.post(server.path, body) if body else None
+    try:
+        if server.kind == "sglang":
+            meta = _Scored.model_validate(answer).meta_info
+            pairs = zip(meta.input_token_logprobs, meta.input_top_logprobs, strict=True)
+            rows = [{token: nats for nats, token, _ in (own, *(top or ()))} for own, top in pairs]
+        else:
+            (choice,) = _Completed.model_validate(answer).choices
+            rows = [
+                {int(token): each.logprob for token, each in (row or {}).items()}
+                for row in choice.prompt_logprobs
+            ]
+        scored = list(zip(reply_ids, rows[-len(reply_ids) :], strict=True))
+        leads = [row.pop(token) - max(row.values()) for token, row in scored]
+    except (ValueError, TypeError, KeyError):  # ValidationError among them
+        return None
+    return tuple(leads) if all(map(isfinite, leads)) else None
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Logprob(_Answer):
+    logprob: float
+
+
+class _ScoredChoice(_Answer):
+    prompt_logprobs: list[dict[str, _Logprob] | None]
+
+
+class _Completed(_Answer):
+    """Of vLLM."""
+
+    choices: list[_ScoredChoice]
+
+
+#: Nats, token, its text; JSON has lists only.
+_Nats = Annotated[tuple[float | None, int, str | None], Field(strict=False)]
+
+
+class _ScoredMeta(_Answer):
+    input_token_logprobs: list[_Nats]
+    input_top_logprobs: list[list[_Nats] | None]
+
+
+class _Scored(_Answer):
+    """Of SGLang."""
+
+    meta_info: _ScoredMeta
 
 
 @dataclass(frozen=True)

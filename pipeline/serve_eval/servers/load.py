@@ -18,15 +18,16 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.errors import EndpointError, EndpointsUnavailable
-from pipeline.reports import AcceptanceFigures, LoadPoint
+from pipeline.reports import AcceptanceFigures, GoldenPrompt, LoadPoint
 from pipeline.serve_eval.intervals import acceptance_figures, drawn_sums, estimate, percentiles
 from pipeline.serve_eval.questions import Question
-from pipeline.serve_eval.servers.client import AttemptFailed, LiveClient, ServerGone
+from pipeline.serve_eval.servers.client import AttemptFailed, LiveClient, ServerGone, gone
 from pipeline.serve_eval.servers.kinds import (
     ImpossibleRounds,
     LiveServer,
     MetricCounts,
     ServerRounds,
+    read_leads,
     read_metrics,
     rounds_of,
     rounds_of_timings,
@@ -222,6 +223,24 @@ class LiveMeasure:
             (last - first) / (tokens - 1) if tokens > 1 else None,
             rounds,
         )
+
+    async def leads(self, prompts: Sequence[GoldenPrompt]) -> dict[str, tuple[float, ...]]:
+        """Of the tokens of the decoder's replies, by prompt, as `read_leads`; {} of a server that
+        does not say. The last is not sent, so that there is room for one of the server's.
+
+        Raises EndpointsUnavailable when it dies.
+        """
+        scored: dict[str, tuple[float, ...]] = {}
+        for each in prompts:
+            try:
+                ids = each.prompt_ids, each.reply_ids[:-1]
+                leads = await read_leads(self._client, self._server, *ids)
+            except ServerGone:
+                raise gone(self._url) from None
+            if leads is None:
+                return {}
+            scored[each.id] = leads
+        return scored
 
     async def _metrics(self) -> MetricCounts | None:
         if self._server.kind in ("sglang", "llamacpp"):
