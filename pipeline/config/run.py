@@ -281,8 +281,9 @@ class FeaturesSection(Section):
     engine: EngineSection = EngineSection()
     """That vLLM."""
 
-    batch_tokens: int = Field(2048, gt=0)
-    """Tokens of one packed forward; longer samples go alone. A vLLM is asked for a whole shard."""
+    batch_tokens: int | None = Field(None, gt=0)
+    """Tokens of one packed forward; longer samples go alone. None: 8,192 on a GPU, else 2,048. A
+    vLLM is asked for a whole shard."""
     shard_tokens: int = Field(16384, gt=0)
     """A shard is closed once it holds this many tokens: the unit of commit and resume."""
     encoding: Literal["bf16", "fp8", "int8"] = "int8"
@@ -309,6 +310,10 @@ class FeaturesSection(Section):
     """tensor: split every layer over the processes of a launcher, which compute the same shards
     together, for a target that fits no single device (`torchrun --nproc-per-node N -m pipeline.cli
     features …`)."""
+
+    def forward_tokens(self, device: str) -> int:
+        """`batch_tokens` on a device of that type."""
+        return self.batch_tokens or (8192 if device == "cuda" else 2048)
 
     @model_validator(mode="after")
     def _is_split_one_way(self) -> FeaturesSection:

@@ -298,8 +298,8 @@ class SynthSection(Section):
     """Nucleus sampling mass."""
     top_k: int = Field(0, ge=0)
     """Sample among the k most likely tokens; 0 is no limit."""
-    batch_size: int = Field(32, gt=0)
-    """Request slots of the generator."""
+    batch_size: int | None = Field(None, gt=0)
+    """Request slots of the bundled decoder. None: 256 on a GPU, else 32."""
     generator: GeneratorSection = GeneratorSection()
     """Who answers: the bundled decoder or servers."""
     screening_processes: int | None = Field(None, ge=0)
@@ -315,6 +315,10 @@ class SynthSection(Section):
     """What drafts the replies. None: `eagle3` where there is a head, else nothing."""
     tree: TreeSection = TreeSection(top_k=1, steps=2, nodes=3)
     """Draft tree, when there is a drafter."""
+
+    def slots(self, device: str) -> int:
+        """`batch_size` on a device of that type."""
+        return self.batch_size or (256 if device == "cuda" else 32)
 
     @property
     def excluded_sources(self) -> tuple[SourceSpec, ...]:

@@ -198,8 +198,8 @@ class TrainSection(Section):
     """DeepSpeed ZeRO stage; 1 splits AdamW's state over the processes."""
     activation_checkpointing: bool = False
     """Recompute a step's activations in the backward pass: less memory, more time."""
-    compile: bool = False
-    """torch.compile the head's layer; needs a compiler on CPU."""
+    compile: bool | None = None
+    """torch.compile the head's layer; needs a compiler on CPU. None: on a GPU."""
     evaluate_every: int | None = Field(None, gt=0)
     """Optimiser steps between decoded evaluations; the latest checkpoint with a τ that no other
     surely beats is exported. None: the last."""

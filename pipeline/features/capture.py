@@ -218,7 +218,8 @@ def capture_shard(
     gap_steps = 0.0
     before: dict[int, Tensor] = {}  # final states before the scored tokens
     checked = chosen_for_check(name, len(samples))
-    lengths, budget = [len(sample.token_ids) for sample in samples], section.batch_tokens
+    lengths = [len(sample.token_ids) for sample in samples]
+    budget = section.forward_tokens(source.arithmetic.device)
     if section.backend != "local":  # an engine batches for itself
         budget = sum(lengths)
     waiting = deque(into_forwards(lengths, budget))

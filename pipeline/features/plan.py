@@ -16,7 +16,7 @@ from pipeline.planning.targets import TargetShape, aux_layers, shape_of
 from pipeline.records import Manifest, Plan
 from pipeline.store.manifest import find_manifest, finished_state, stage_location
 from pipeline.store.shards import SHARDS, committed_state
-from pipeline.target.arithmetic import target_dtype
+from pipeline.target.arithmetic import planned_device, target_dtype
 
 #: Shards whose states are in memory together: computed, waiting, written, the written one's bytes.
 _SHARDS_HELD = 4
@@ -210,7 +210,8 @@ def _memory(config: RunConfig, target: TargetShape, samples: _Samples) -> dict[s
     width = 4 if target_dtype(config.target) == "float32" else 2
     shard = min(samples.tokens, section.shard_tokens) * 2 * (aux_layers(config) + 1)
     shard *= target.hidden
-    forward = min(samples.tokens, section.batch_tokens) * target.hidden * width * _ACTIVATIONS
+    forward = min(samples.tokens, section.forward_tokens(planned_device(config.target.device)))
+    forward *= target.hidden * width * _ACTIVATIONS
     return {
         "weights": target.parameters * width,
         "states held": _SHARDS_HELD * shard,

@@ -14,7 +14,7 @@ from pipeline.records import Plan
 from pipeline.store.manifest import finished_state, stage_location
 from pipeline.store.shards import committed_state
 from pipeline.synth.select import find_selection, prompt_counts, synth_section
-from pipeline.target.arithmetic import decoder_weight_bytes
+from pipeline.target.arithmetic import decoder_weight_bytes, planned_device
 
 _CHARACTERS_PER_TOKEN = 4.0  # of English text, in today's vocabularies
 _TEMPLATE_TOKENS = 30  # that a chat template adds for system prompt and role markers
@@ -46,7 +46,9 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     section, counts, target = synth_section(config), _prompt_counts(config), shape_of(config)
     shards = -(-counts.prompts // section.shard_prompts)
     local = section.generator.backend == "local"
-    requests = section.batch_size if local else section.generator.concurrency
+    device = planned_device(config.target.device)
+    requests = section.slots(device) if local else section.generator.concurrency
+    advice = "on a GPU servers of the target answer faster: synth.generator.backend=vllm or sglang"
     tokens = section.max_prompt_tokens + section.max_new_tokens
     weights = target.parameters * decoder_weight_bytes(config.target)
     key_values = requests * tokens * target.key_value_bytes
@@ -68,6 +70,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
             f"memory{'' if local else ' of all servers'}: {readable_bytes(weights)} a copy of the "
             f"target, {readable_bytes(key_values)} for {requests:,} requests of {tokens:,} tokens",
             f"storage: {_BYTES_PER_TOKEN:.0f} bytes a token of compressed Parquet",
+            *((advice,) if local and device == "cuda" else ()),
         ),
     )
 

@@ -61,8 +61,14 @@ def planned_dtype(setting: str, device: str) -> Dtype:
     """
     if setting != "auto":
         return cast(Dtype, setting)
-    cuda = device == "cuda" or (device == "auto" and _NVIDIA_DEVICE.exists())
+    cuda = planned_device(device) == "cuda"
     return "bfloat16" if cuda or cpu_multiplies_bf16() else "float32"
+
+
+def planned_device(setting: str) -> Literal["cuda", "cpu"]:
+    """As `pick_device`, without torch: its type."""
+    found = setting == "cuda" or (setting == "auto" and _NVIDIA_DEVICE.exists())
+    return "cuda" if found else "cpu"
 
 
 def target_dtype(section: TargetSection) -> Dtype:

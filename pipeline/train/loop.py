@@ -76,7 +76,7 @@ def set_up(
     data.corpus.require_after(before.step)
     if resumed is None and solves_least_squares(config.train):
         solve_least_squares(config, head, target, data)
-    config, why = _choose_dtype(config, resumed, target.device)
+    config, why = _for_device(config, resumed, target.device)
     section = config.train
     with long_step("train", "setting up the trainer"):
         scale = measure_scale(config, head, data) if before.fc_scale is None else before.fc_scale
@@ -121,10 +121,10 @@ def _identity(stage_run: StageRun, held_out: tuple[HeldOut, ...]) -> str:
     return digest([begun.config_hash, begun.parent_hash, *others])
 
 
-def _choose_dtype(
+def _for_device(
     config: RunConfig, resumed: Checkpoint | None, device: torch.device
 ) -> tuple[RunConfig, str]:
-    """`config` with the type that training computes in, and why in that.
+    """`config` with what training computes on `device`, and why in that type.
 
     A checkpoint's optimiser state is that of its type, so training goes on with it.
     """
@@ -135,7 +135,8 @@ def _choose_dtype(
         why = f", which the checkpoint was begun in (train.dtype={configured}: begin with --force)"
     elif configured == "auto" and dtype == "float32":
         why = NOT_NATIVE if not begun else ""
-    section = config.train.model_copy(update={"dtype": dtype})
+    compiled = device.type == "cuda" if config.train.compile is None else config.train.compile
+    section = config.train.model_copy(update={"dtype": dtype, "compile": compiled})
     return config.model_copy(update={"train": section}), why
 
 

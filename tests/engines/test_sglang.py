@@ -8,16 +8,10 @@ wheel. Its compiled operations are not in there for a CPU: plain torch of ours t
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from pipeline.config import LiveServerSection
 from pipeline.reports import ServerFinding
@@ -26,8 +20,9 @@ from pipeline.serve_eval.servers.client import open_client
 from pipeline.serve_eval.servers.findings import SeenServer, findings_of
 from pipeline.serve_eval.servers.kinds import identify
 from pipeline.serve_eval.servers.load import LiveMeasure
-from tests.engines.conftest import CopyOf
 from tests.engines.lines import EAGLE3, EAGLE31, Drafter, Line, make_line
+from tests.engines.plans import FAULTS as EVERY_FAULT
+from tests.engines.plans import Plan
 from tests.engines.servers import sglang_server
 
 #: Of one request, on cores that others use too.
@@ -49,6 +44,7 @@ def test_a_right_server_takes_the_decoders_rounds(
     assert errors(findings) == {}
     assert seen.shape is not None and seen.shape.label == "/".join(map(str, shape))
     assert len(seen.reported) == 16
+    assert seen.measured_noise is not None and seen.measured_noise < 0.001
     assert_same_rounds(seen)
 
 
@@ -90,67 +86,29 @@ async def under_load(line: Line, section: LiveServerSection) -> SeenServer:
     return SeenServer(server, section, runs, new_tokens, report=line.report, own=own)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong with a server, and by which findings it may be named."""
-
-    named: tuple[str, ...]
-    head: Callable[[dict[str, Tensor]], None] | None = None
-    config: Callable[[dict[str, Any]], None] | None = None
-    shape: tuple[int, int, int] = (3, 1, 4)
-    options: tuple[str, ...] = ()
-
-
-def roll_d2t(tensors: dict[str, Tensor]) -> None:
-    tensors["d2t"] = tensors["d2t"].roll(1, 0)
-
-
-def noise(tensors: dict[str, Tensor]) -> None:
-    torch.manual_seed(1)
-    tensor = tensors["lm_head.weight"].float()
-    tensors["lm_head.weight"] = (tensor + tensor.std() * torch.randn_like(tensor)).bfloat16()
+#: As they are planted in vLLM, where a short context is asked for in other words.
+FAULTS = [
+    replace(each, options=("--context-length", "160") if each.options else ())
+    for each in EVERY_FAULT
+    if each.name
+    in {
+        "all aux layers one later",
+        "all aux layers one earlier",
+        "noise in lm_head",
+        "rotary base 1,000",
+        "d2t shifted",
+        "a target with noise in one MLP",
+        "another draft length",
+        "a short context",
+    }
+]
 
 
-def shift_layers(by: int) -> Callable[[dict[str, Any]], None]:
-    def plant(config: dict[str, Any]) -> None:
-        key = "eagle_aux_hidden_state_layer_ids"
-        config["eagle_config"][key] = [each + by for each in config["eagle_config"][key]]
-
-    return plant
-
-
-def other_base(config: dict[str, Any]) -> None:
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 1000.0
-
-
-ROUNDS = "rounds_differ", "acceptance_differs"
-FAULTS = {
-    "all aux layers later": Fault(ROUNDS, config=shift_layers(1)),
-    "all aux layers earlier": Fault(ROUNDS, config=shift_layers(-1)),
-    "noise in lm_head": Fault(ROUNDS, head=noise),
-    "rotary base of another model": Fault(ROUNDS, config=other_base),
-    "d2t shifted": Fault(ROUNDS, head=roll_d2t),
-    "another draft length": Fault(("tree_differs",), shape=(11, 1, 12)),
-    "a context that is too short": Fault(
-        ("context_cut", "requests_failed"), options=("--context-length", "160")
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found_and_named(line: Line, tmp_path: Path, copy_of: CopyOf, name: str) -> None:
-    fault, head = FAULTS[name], copy_of(line.head)
-    if fault.head:
-        tensors = load_file(head / "model.safetensors")
-        fault.head(tensors)
-        save_file(tensors, head / "model.safetensors", {"format": "pt"})
-    if fault.config:
-        config = json.loads((head / "config.json").read_text())
-        fault.config(config)
-        (head / "config.json").write_text(json.dumps(config))
-    served = sglang_server(
-        line.target, head, tmp_path / "log", shape=fault.shape, options=fault.options
-    )
+@pytest.mark.parametrize("plan", FAULTS, ids=lambda each: each.name)
+def test_a_fault_is_found_and_named(line: Line, tmp_path: Path, plan: Plan) -> None:
+    target, head = plan.plant(line.target, line.head, tmp_path)
+    shape = plan.drafts, 1, plan.drafts + 1
+    served = sglang_server(target, head, tmp_path / "log", shape=shape, options=plan.options)
     with served as server:
         _, findings = line.held_against(server, check_prompts=4, timeout_seconds=SECONDS)
-    assert set(errors(findings)) & set(fault.named), findings
+    assert set(errors(findings)) & set(plan.found), findings

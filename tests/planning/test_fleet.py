@@ -93,6 +93,17 @@ def test_a_bundled_generator_holds_the_target_and_its_slots(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.parametrize(("device", "slots", "forward"), [("cuda", 256, 8192), ("cpu", 32, 2048)])
+def test_batches_are_larger_on_a_gpu(tmp_path: Path, device: str, slots: int, forward: int) -> None:
+    own = "synth.generator={backend: local}", "features.batch_tokens=null"
+    config = fleet(tmp_path, *own, f"target.device={device}")
+    synth, features = plans(config, "synth", "features")
+    assert synth.memory["keys and values"] == slots * 2_048 * 327_680
+    assert any("servers of the target" in line for line in synth.basis) == (device == "cuda")
+    width = synth.memory["weights"] // 70_553_706_496
+    assert features.memory["activations"] == forward * 8192 * width * 32
+
+
 def test_a_head_that_training_would_refuse_is_a_problem_of_the_plan(tmp_path: Path) -> None:
     """11.8 % of Llama-3.2-1B, found out before replies and states are made for it."""
     small = fleet(tmp_path, "target.source=meta-llama/Llama-3.2-1B-Instruct")

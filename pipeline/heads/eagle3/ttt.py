@@ -246,5 +246,5 @@ def trained_model(
         dropout=section.dropout,
         seed=seed,
         checkpointing=section.activation_checkpointing,
-        compiled=section.compile,
+        compiled=bool(section.compile),
     )

@@ -103,9 +103,8 @@ def open_local(section: SynthSection, target: Target) -> LocalBackend:
         dtype=target.dtype,
         max_length=section.max_prompt_tokens + section.max_new_tokens,
     )
-    return LocalBackend(
-        Engine(model, drafter=_drafter(section, model, target), slots=section.batch_size)
-    )
+    slots = section.slots(target.device.type)
+    return LocalBackend(Engine(model, drafter=_drafter(section, model, target), slots=slots))
 
 
 def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Drafter | None:
