@@ -104,8 +104,14 @@ def attend(
 
 @cache
 def _kernel(device: str) -> Any:
-    """FlexAttention, compiled once for all numbers of rows and keys where there is a GPU."""
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    """FlexAttention, compiled once for all numbers of rows and keys where there is a GPU.
+
+    After too many compilations torch would go on with its dense products: that is an error.
+    """
+    if device != "cuda":
+        return flex_attention
+    limited = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+    return limited(torch.compile(flex_attention, dynamic=True))
 
 
 def _last_rows(rows: Tensor) -> Tensor:

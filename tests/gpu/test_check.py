@@ -40,6 +40,7 @@ NAMES = [
     "a pool above 2^31 elements",
     "joins and aborts",
     "vocabulary of 128k",
+    "captured states",
     "training losses",
     "training attention",
 ]

@@ -1,17 +1,27 @@
-"""Losses and attention of training on a GPU, where kernels compute them, against the CPU's."""
+"""Captured states, and losses and attention of training, on a GPU, against the CPU's."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from pipeline.config.train import Loss
 from pipeline.learning import flex
 from pipeline.learning.attention import KeyValue, UnrolledAttention
 from pipeline.learning.losses import OutputLoss, Teacher
+from pipeline.target.forward import (
+    LoadedTarget,
+    capture_alone,
+    capture_states,
+    layers_of,
+    register_packed_attention,
+)
 from pipeline.target.rotary import RotaryTable
 
 STEPS, LABELS, HIDDEN = 3, 32, 64
@@ -23,6 +33,15 @@ DIFFERENCE = 1e-3
 #: The same for attention, by type; the reference is in float64, of the same rounded numbers.
 ATTENTION_DIFFERENCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}  # tf32 products, and bf16's
 QUERY_HEADS, KEY_HEADS, SIZE = 8, 2, 64
+
+
+#: Of a token's states, relative, by type.
+STATES_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+TARGET: dict[str, Any] = {
+    **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"max_position_embeddings": 1024, "sliding_window": 64},
+}
 
 
 class Inputs(NamedTuple):
@@ -87,6 +106,33 @@ def attention_agrees(device: torch.device) -> dict[str, Any]:
             )
             assert differences[case] < allowed, f"{case}: differs by {differences[case]}"
     return {"largest_differences": differences, "flex": flex.has_kernel(device, SIZE)}
+
+
+def states_agree(device: torch.device) -> dict[str, Any]:
+    """Documents captured in one packed row, against transformers' own forward of each alone on the
+    CPU in float64, of the same weights; with softcaps and windows too."""
+    differences: dict[str, float] = {}
+    contract: Any = SimpleNamespace(capture_layers=(1, 2, 4))
+    documents = [torch.randint(0, 512, (length,)).tolist() for length in (300, 7, 1, 120)]
+    for kind in ("llama", "gemma2"):
+        config: Any = AutoConfig.for_model(kind, **TARGET)
+        torch.manual_seed(0)
+        family: Any = AutoModelForCausalLM
+        drawn = family.from_config(config, attn_implementation=register_packed_attention())
+        for dtype, allowed in STATES_DIFFERENCE.items():
+            model = deepcopy(drawn).to(device, dtype).eval()
+            ours = LoadedTarget(model, contract, device, Path())
+            alone = deepcopy(model).to("cpu", torch.float64)
+            exact = LoadedTarget(alone, contract, torch.device("cpu"), Path())
+            case, worst = f"{kind}, {str(dtype).removeprefix('torch.')}", 0.0
+            for document, captured in zip(documents, capture_states(ours, documents), strict=True):
+                expected = capture_alone(exact, document)
+                for got, right in zip(layers_of(*captured), layers_of(*expected), strict=True):
+                    apart = (got.cpu().double() - right).norm(dim=1) / right.norm(dim=1)
+                    worst = max(worst, float(apart.max()))
+            differences[case] = worst
+            assert worst < allowed, f"{case}: differs by {worst}"
+    return {"largest_differences": differences}
 
 
 def _attended(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -244,3 +245,13 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_tokens(
         assert all(weights is None for weights in node.stored_weights)
         sizes.append(sum(saved))
     assert all(after <= 2 * before for before, after in pairwise(sizes))
+
+
+def test_flex_attention_fails_at_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch by itself goes on with dense products, which no memory holds."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    kernel = flex._kernel.__wrapped__("cuda")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        kernel(*torch.randn(3, 1, 2, 8, 16))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            kernel(*torch.randn(3, 1, 2, 8, 16, dtype=torch.float64))
