@@ -31,7 +31,7 @@ from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.verification import draw_gap, greedy_gaps, log_probabilities
 from tests.decoder.random_drafters import DRAFTERS, every_drafter
-from tests.gpu.training import attention_agrees, losses_agree, states_agree
+from tests.gpu.training import attention_agrees, losses_agree, states_agree, step_agrees
 
 VOCABULARY, LENGTH = 512, 1024
 KERNEL_TESTS = [
@@ -441,6 +441,7 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
     yield "joins and aborts", partial(joins_and_aborts, device)
     yield "vocabulary of 128k", partial(wide_vocabulary, device)
     yield "captured states", partial(states_agree, device)
+    yield "an optimiser step", partial(step_agrees, device)
     yield "training losses", partial(losses_agree, *WIDE, device)
     yield "training attention", partial(attention_agrees, device)
 

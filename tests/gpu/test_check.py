@@ -41,6 +41,7 @@ NAMES = [
     "joins and aborts",
     "vocabulary of 128k",
     "captured states",
+    "an optimiser step",
     "training losses",
     "training attention",
 ]

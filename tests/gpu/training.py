@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from bench.random_target import random_head
+from pipeline.config import TrainSection
 from pipeline.config.train import Loss
 from pipeline.learning import flex
 from pipeline.learning.attention import KeyValue, UnrolledAttention
@@ -133,6 +136,52 @@ def states_agree(device: torch.device) -> dict[str, Any]:
             differences[case] = worst
             assert worst < allowed, f"{case}: differs by {worst}"
     return {"largest_differences": differences}
+
+
+def step_agrees(device: torch.device) -> dict[str, Any]:
+    """Optimiser steps through DeepSpeed, compiled as training is there: the first has the loss and
+    the gradient of the CPU in float64, and the loss falls."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return {"skipped": "deepspeed is not installed"}
+    from pipeline.heads.eagle3.ttt import TttModel
+    from pipeline.heads.unrolled import Objective
+    from pipeline.store.states import StatesSample, teacher_positions
+    from pipeline.train.trainer import Trainer
+    from tests.train.memory_corpus import pack_samples
+
+    config, generator = LlamaConfig(**TARGET), torch.Generator().manual_seed(2)
+    hidden, vocabulary = TARGET["hidden_size"], TARGET["vocab_size"]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / 4
+
+    samples = []
+    for length in (90, 40, 200):
+        ids = torch.randint(0, vocabulary, (length,), generator=generator, dtype=torch.int32)
+        mask = (torch.arange(length) > length // 3).to(torch.uint8)
+        positions = teacher_positions(mask)
+        parts = draw(length, 3 * hidden), draw(len(positions), hidden), positions
+        samples.append(StatesSample(f"{length}", "drawn", ids, mask, *parts))
+    batch = pack_samples(samples)
+    weights = draw(vocabulary, hidden), draw(vocabulary, hidden)
+
+    def model(dtype: torch.dtype, compiled: bool) -> TttModel:
+        head = random_head(config, torch.arange(0, vocabulary, 2), scale=4)
+        options: dict[str, Any] = {"max_length": 256, "dtype": dtype, "compiled": compiled}
+        return TttModel(head.to(dtype), *weights, Objective(STEPS, 0.8), **options)
+
+    exact = model(torch.float64, compiled=False)
+    loss = exact(batch.to(torch.device("cpu"), torch.float64), len(batch.labels)).loss
+    trained = [each for each in exact.head.parameters() if each.requires_grad]
+    norm = float(torch.stack([each.norm() for each in torch.autograd.grad(loss, trained)]).norm())
+    section = TrainSection(dtype="float32", clip_norm=1e9)
+    trainer = Trainer(model(torch.float32, compiled=device.type == "cuda"), section, device)
+    steps = [trainer.step([batch], 1e-3) for _ in range(3)]
+    got, expected = (steps[0].loss, steps[0].gradient_norm), (float(loss.detach()), norm)
+    apart = [abs(one / other - 1) for one, other in zip(got, expected, strict=True)]
+    assert max(apart) < 1e-2, f"loss and gradient norm are {got}, and should be {expected}"
+    assert steps[0].loss > steps[1].loss > steps[2].loss, "the loss does not fall"
+    return {"loss": apart[0], "gradient_norm": apart[1]}
 
 
 def _attended(
