@@ -20,7 +20,9 @@ from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.repocard import DatasetCard
 
 from pipeline.cli import main
+from pipeline.config import load
 from pipeline.records import sealed_json
+from pipeline.server.start import make_app
 from pipeline.store.hub import resolved
 from pipeline.store.manifest import read_manifest, read_report, stage_location
 from pipeline.store.samples import read_samples
@@ -92,6 +94,44 @@ def test_a_head_goes_to_the_hub_and_comes_back(
     assert read_report(f"{tmp_path}/evaluated").commits == {"hub:org/head": commit}
     code, _, err = again("inspect", "hub:org/head@v7")
     assert code == 2 and "there is no revision v7" in err
+
+
+def test_every_other_place_of_a_head_takes_one_from_the_hub(
+    hub: HubServer, trained: Path, tmp_path: Path, again: Again
+) -> None:
+    """Synth drafts with it, training goes on from it, eval compares with it, a server opens it."""
+    config, named = str(trained / "run.yaml"), "hub:org/head"
+    head = trained / "run/train/head"
+    command = ["export", str(head), "--format", "sglang", "--out", named, "--upload"]
+    assert again(*command)[0] == 0
+    commit = hub.repositories["model", "org/head"].branches["main"]
+    uri = f"run.uri={tmp_path}/answered"
+    assert again("synth", "-c", config, uri, f"synth.head={named}")[0] == 0
+    plain, drafted = samples_of(f"{trained}/run"), samples_of(f"{tmp_path}/answered")
+    assert [each["token_ids"] for each in drafted] == [each["token_ids"] for each in plain]
+
+    run = tmp_path / "continued"
+    shutil.copytree(trained / "run", run, ignore=shutil.ignore_patterns("train", "eval"))
+    settings = [f"run.uri={run}", f"train.start_from={named}", "train.epochs=1"]
+    assert again("train", "-c", config, *settings)[0] == 0
+    provenance = json.loads((run / "train/head/eagle3.json").read_text())["provenance"]
+    assert commit in json.dumps(provenance)
+
+    prompts = tmp_path / "evaluated.jsonl"
+    asked = [
+        {"id": str(n), "category": "math", "turns": [f"What is {n} times {n + 3}?"]}
+        for n in range(8)
+    ]
+    prompts.write_text("".join(json.dumps(each) + "\n" for each in asked))
+    settings.append(f"eval.sources=[{{source: {prompts}}}]")
+    rival = f"eval.compare=[{{name: published, head: '{named}'}}]"
+    code, _, err = again("eval", "-c", config, *settings, "eval.hf_prompts=0", rival)
+    assert code == 0, err
+    report = read_report(str(run))
+    assert report.commits == {named: commit}
+    assert [each.rival for each in report.comparisons] == ["published"]
+    settings = [f"run.uri={tmp_path}/served", f"eval.head={named}", "serve.port=0"]
+    make_app(load(Path(config), settings), None)
 
 
 def test_an_upload_that_is_killed_shows_nothing(hub: HubServer, trained: Path) -> None:
