@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,23 +37,22 @@ class Look(NamedTuple):
     shards: int  # of states, those being written included
     states: int  # bytes of the committed ones
     unfinished: int  # bytes of those being written
-    others: int  # bytes of all else: samples, entries, checkpoints
 
 
 def look(run: Path, seconds: float) -> Look:
     """One listing. A file that goes meanwhile counts as gone."""
-    states = unfinished = others = 0
-    shards = set()
-    for path, size in _files(run):
-        if path.parent != run / "features" / SHARDS or ENTRY in path.name:
-            others += size
-        elif is_temporary(path.name):  # .NAME.<pid>-<hex>.tmp, which may be renamed meanwhile
-            shards.add(path.name[1:].rsplit(".", 2)[0])
-            unfinished += size
-        else:
-            shards.add(path.name)
-            states += size
-    return Look(seconds, len(shards), states, unfinished, others)
+    states, unfinished = dict[str, int](), dict[str, int]()
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(run / "features" / SHARDS):
+            with suppress(FileNotFoundError):
+                if ENTRY in entry.name:
+                    continue
+                if is_temporary(entry.name):  # .NAME.<pid>-<hex>.tmp, which is renamed at its end
+                    unfinished[entry.name[1:].rsplit(".", 2)[0]] = entry.stat().st_size
+                else:
+                    states[entry.name] = entry.stat().st_size
+    shards = len(states | unfinished)
+    return Look(seconds, shards, sum(states.values()), sum(unfinished.values()))
 
 
 def watch(run: Path) -> Iterator[Look]:
@@ -69,21 +69,20 @@ def watch(run: Path) -> Iterator[Look]:
 
 
 def draw(looks: Sequence[Look], out: Path, *, most: int, all_states: int) -> None:
-    """States, and all else of the run, over minutes; lines at what may lie there and at all."""
+    """States over minutes, and lines at the most that may lie there and at all of them."""
     minutes = [each.seconds / 60 for each in looks]
     parts = {
-        "states, committed": [each.states / 1e6 for each in looks],
-        "states, being written": [each.unfinished / 1e6 for each in looks],
-        "samples, entries, checkpoints": [each.others / 1e6 for each in looks],
+        "committed": [each.states / 1e6 for each in looks],
+        "being written": [each.unfinished / 1e6 for each in looks],
     }
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": out.name}):
         figure = Figure(figsize=(7, 3), layout="constrained")
         axes = figure.add_subplot()
-        colours = "#2a6f97", "#e07a1f", "#c9d6df"
+        colours = "#2a6f97", "#e07a1f"
         axes.stackplot(minutes, *parts.values(), labels=list(parts), colors=colours, step="post")
-        axes.axhline(most / 1e6, color="#2a6f97", linestyle="--", label="keep_shards of states")
+        axes.axhline(most / 1e6, color="#2a6f97", linestyle="--", label="the largest keep_shards")
         axes.axhline(all_states / 1e6, color="#444", linestyle=":", label="all states")
-        axes.set(xlabel="minutes", ylabel="MB", xlim=(0, minutes[-1]), ylim=(0, None))
+        axes.set(xlabel="minutes", ylabel="MB of states", xlim=(0, minutes[-1]), ylim=(0, None))
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         figure.savefig(out, metadata={"Date": None})
 
@@ -109,22 +108,6 @@ def main() -> int:
         f"{len(looks):,} looks that differ, at the end {looks[-1].states / 1e6:.1f} MB of states"
     )
     return int(shards > keep)
-
-
-def _files(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Of all files below `folder`, links to shared stages followed: path and bytes."""
-    try:
-        entries = list(os.scandir(folder))
-    except FileNotFoundError:
-        return
-    for entry in entries:
-        try:
-            if entry.is_dir():
-                yield from _files(Path(entry.path))
-            else:
-                yield Path(entry.path), entry.stat().st_size
-        except FileNotFoundError:
-            continue
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from bench import bounded
 from pipeline.config import RunConfig, parse
 from pipeline.errors import ConfigError, ConsumedShard, StageConflict
 from pipeline.features.plan import plan as plan_features
@@ -200,11 +201,18 @@ class Watched:
 
 def test_no_more_shards_than_that_at_any_time_and_each_batch_once(ready: Ready) -> None:
     """A full window stops capture, with a word; an empty one training."""
-    config = ready("bounded", 4)
-    with Watched(config) as watched, features_beside(config):
+    config, looks = ready("bounded", 4), list[bounded.Look]()
+    watching = threading.Thread(target=lambda: looks.extend(bounded.watch(Path(config.run.uri))))
+    watching.start()
+    with features_beside(config):
         manifest = run_train(config)
+    watching.join()
     states = read_manifest(config.run.uri, "features")
-    assert len(states.shards) == 12 and max(watched.seen) == 4 and shards_of(config) == []
+    assert len(states.shards) == 12 and shards_of(config) == []
+    # Those being written included.
+    assert max(each.shards for each in looks) == 4 and looks[-1].states == 0
+    four = sum(sorted(shard.bytes for shard in states.shards)[-4:])
+    assert max(each.states + each.unfinished for each in looks) <= four
     # Every sample that teaches, in both epochs.
     assert manifest.details["tokens"] == SETTINGS["epochs"] * manifest.details["data_tokens"]
     assert manifest.details["data_tokens"] == states.tokens
