@@ -152,13 +152,13 @@ def _p_value(tokens: Tensor, exact: Tensor) -> float:
 
 
 def _planted(ops: TorchOps) -> Callable[..., Tensor]:
-    """`ops.sample`, but at eight nodes in a hundred a draft is accepted regardless."""
+    """`ops.sample`, but at eight nodes in a hundred the child with the largest id is accepted."""
     honest = ops.sample
 
     def sample(
         logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, depth: int
     ) -> Tensor:
-        favoured = towards_drafts(logits, tree, sampling, positions, BIAS)
+        favoured = towards_drafts(logits, tree, sampling, positions, BIAS, order=tree.tokens)
         return honest(favoured, tree, sampling, positions, depth)
 
     return sample
