@@ -19,7 +19,7 @@ from pipeline.config import TargetSection
 from pipeline.errors import DataError
 from pipeline.store.manifest import read_manifest
 from pipeline.store.verify import verify_run
-from pipeline.target.forward import capture_alone, layers_of
+from pipeline.target.forward import capture_alone, layers_of, register_packed_attention
 from pipeline.target.open import Target, open_target
 from tests.end_to_end.conftest import config_file
 from tests.engines.servers import vllm_server
@@ -184,7 +184,10 @@ def test_a_server_alone_leads_to_a_head(
     if family != "llama":
         right, own = (
             [capture_alone(loaded, ids) for ids in texts]
-            for loaded in (target.load(dtype="float32"), target.load(dtype="bfloat16"))
+            for loaded in (
+                target.load(dtype=each, attention=register_packed_attention())
+                for each in ("float32", "bfloat16")
+            )
         )
         ours, theirs = farthest(served, right), farthest(own, right)
         print(f"{family}: {ours:.2g} from transformers' in fp32; its own in bf16 {theirs:.2g}")
