@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import DraftNoise
-from pipeline.decoder.ops.draws import DRAFT_NOISE, DRAFT_TEMPERATURE
+from pipeline.decoder.ops.draws import DRAFT_NOISE
 from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.ops.tree import SamplingTensors, VerifyOutput
 
@@ -115,13 +115,12 @@ class DecodeBatch:
     def sampling(self) -> SamplingTensors:
         return SamplingTensors(self.temperature, self.top_p, self.top_k, self.seeds)
 
-    @property
-    def noise(self) -> DraftNoise | None:
-        """What drafts after the roots draw with; None where all rows are greedy."""
+    def noise(self, share: float = DRAFT_NOISE) -> DraftNoise | None:
+        """What drafts after the roots draw with, a share of what the target's draws have; None
+        where all rows are greedy."""
         if not self.sampled:
             return None
-        temperature = DRAFT_TEMPERATURE * self.temperature
-        return DraftNoise(temperature, self.seeds, self.seq_lens + 1, DRAFT_NOISE)
+        return DraftNoise(share * self.temperature, self.seeds, self.seq_lens + 1)
 
     @property
     def _tensors(self) -> dict[str, Any]:

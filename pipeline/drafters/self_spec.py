@@ -47,6 +47,9 @@ from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, entry_slots
 from pipeline.drafters.whole_model import draft_from_roots, forward_roots
 from pipeline.learning.window import seen_pages
 
+#: As `DRAFT_NOISE`: the target hardly errs about itself.
+OWN_NOISE = 1.0
+
 
 class StreamingDrafter(TreeDrafter):
     """Sinks and recent pages of the target's own cache."""
@@ -71,7 +74,8 @@ class StreamingDrafter(TreeDrafter):
         final = forward_roots(model, plane, batch.roots, table, seen, lengths)
         place = table, seen + 1, lengths + 1
         beams = self.shapes.beams(shape)
-        return draft_from_roots(model, plane, final, *place, shape.steps, beams, batch.noise)
+        noise = batch.noise(OWN_NOISE)
+        return draft_from_roots(model, plane, final, *place, shape.steps, beams, noise)
 
 
 class SnapKvDrafter(TreeDrafter):
@@ -97,7 +101,8 @@ class SnapKvDrafter(TreeDrafter):
         table, beams = batch.drafter_block_table, self.shapes.beams(shape)
         final = forward_roots(model, plane, batch.roots, table, seen, lengths)
         place = table, seen + 1, lengths + 1
-        return draft_from_roots(model, plane, final, *place, shape.steps, beams, batch.noise)
+        noise = batch.noise(OWN_NOISE)
+        return draft_from_roots(model, plane, final, *place, shape.steps, beams, noise)
 
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         rows = read.rows

@@ -102,6 +102,21 @@ def test_a_draft_that_knows_the_logits_is_what_the_target_draws(
         assert each.statistics.rounds == _rounds(each.token_ids, set(proposed.tolist()))
 
 
+def test_a_drafter_that_is_the_target_proposes_whatever_it_draws(
+    make_target: Callable[[str], Path],
+) -> None:
+    """Its drafts read all entries, and take all of the noise: a part of it, and some are lost."""
+    model = load_model(make_target("llama"), ops=TorchOps())
+    drafter = StreamingDrafter(model, CHAIN, budget=2 * PAGE)
+    requests = [
+        Request(str(seed), tuple(random_tokens(9, seed=seed).tolist()), 33, (), temperature=0.9,
+                seed=seed)
+        for seed in range(6)
+    ]  # fmt: skip
+    for each in Engine(model, drafter=drafter, slots=3).generate(requests):
+        assert each.statistics.rounds == _rounds(each.token_ids, set(range(VOCABULARY)))
+
+
 def _rounds(tokens: tuple[int, ...], proposed: set[int]) -> int:
     """That draw the tokens after the first if whatever can be proposed is accepted."""
     rounds, at = 0, 1

@@ -232,16 +232,16 @@ class TorchOps:
         self, logits: Tensor, noise: DraftNoise, target_ids: Tensor | None = None
     ) -> Tensor:
         """Logits [R · n, Vd] of n drafts for each of R rows of `noise`, with the noise that their
-        tokens have in the target's draw: logits / temperature + weight · Gumbel number (`perturb`).
+        tokens have in the target's draw (`perturb`): logits + weight · Gumbel number. So the lower
+        a temperature, the nearer a draft is to the greedy one, which a greedy row's is.
 
-        The tokens are `target_ids` [Vd], or all. A greedy row stays as it is.
+        The tokens are `target_ids` [Vd], or all.
         """
         rows, size = len(noise.seeds), logits.shape[-1]
         tokens = torch.arange(size, device=logits.device) if target_ids is None else target_ids
         drawn = gumbel_of(noise.seeds, noise.positions, tokens)[:, None]  # [R, 1, Vd]
-        by_row, temperature = logits.view(rows, -1, size), noise.temperature[:, None, None]
-        noisy = by_row.float() / temperature.clamp(min=1e-6) + noise.weight * drawn
-        return torch.where(temperature == 0, by_row, noisy.to(logits.dtype)).view(-1, size)
+        noisy = logits.view(rows, -1, size).float() + noise.weights[:, None, None] * drawn
+        return noisy.to(logits.dtype).view(-1, size)
 
     def select_beams(
         self,

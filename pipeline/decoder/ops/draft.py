@@ -53,10 +53,9 @@ class DraftNoise(NamedTuple):
     """What the target's draws after the roots will add to its logits, for B rows: a draft that adds
     it too proposes what the target is about to draw (docs/decoder.md, "Losslessness")."""
 
-    temperature: Tensor  # [B] float32 by which drafts' logits are divided; 0 is greedy
+    weights: Tensor  # [B] float32 by which the noise is multiplied; 0 is greedy
     seeds: Tensor  # [B]
     positions: Tensor  # [B] where drafted tokens of depth 1 will stand
-    weight: float = 1.0  # by which the noise is multiplied
 
     def deeper(self, depth: int) -> DraftNoise:
         """Of tokens so much deeper."""
@@ -64,9 +63,9 @@ class DraftNoise(NamedTuple):
 
     def by_depth(self, depths: int) -> DraftNoise:
         """Of each of the first `depths` depths of every row: [B · depths]."""
-        temperature, seeds = (each.repeat_interleave(depths) for each in self[:2])
+        weights, seeds = (each.repeat_interleave(depths) for each in self[:2])
         positions = self.positions[:, None] + torch.arange(depths, device=seeds.device)
-        return DraftNoise(temperature, seeds, positions.flatten(), self.weight)
+        return DraftNoise(weights, seeds, positions.flatten())
 
 
 class DraftedRows(NamedTuple):

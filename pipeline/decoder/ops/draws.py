@@ -19,11 +19,10 @@ from torch import Tensor
 
 from pipeline.decoder.ops.tree import SamplingTensors
 
-#: What drafts multiply the temperature and the noise by. Their quotient is 1 for a head that knows
-#: the target's logits; it is larger for one that errs, which would propose rare tokens whose noise
-#: happens to be large. Both are the larger the surer a head may be of its first choice. Measured
-#: (docs/log.md).
-DRAFT_TEMPERATURE, DRAFT_NOISE = 1.2, 2 / 3
+#: Of the noise of a target's draw: what a head's draft adds. It is 1 for a drafter that knows the
+#: target's logits, and less for one that errs, which would propose rare tokens whose noise happens
+#: to be large. Measured (docs/log.md).
+DRAFT_NOISE = 0.5
 
 
 def perturb(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class Eagle3Drafter(TreeDrafter):
         entries = self._seen(batch.block_table, batch.seq_lens)
         row = batch.drafter_state, *entries, batch.seq_lens
         steps, k = shape.steps, self.shapes.beams(shape)
-        plane, noise = planes.drafter[0], batch.noise
+        plane, noise = planes.drafter[0], batch.noise()
         return self.ops.draft_beams(self._head, *row, plane, steps, k, self.trace, noise)
 
     def work(self, shape: TreeSection) -> DraftWork:

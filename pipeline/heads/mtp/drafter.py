@@ -97,7 +97,7 @@ class ChainedDrafter(TreeDrafter):
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         table, lengths = batch.block_table, batch.seq_lens
-        place = DraftedRows(self.rotary, table, lengths, lengths, noise=batch.noise)
+        place = DraftedRows(self.rotary, table, lengths, lengths, noise=batch.noise())
         states, vocabulary = self._states(batch), ProposalHead(self._lm_head, self._target_ids)
         steps, k = shape.steps, self.shapes.beams(shape)
         draft = _ChainedDraft(self, batch, planes, states, k)

@@ -93,7 +93,7 @@ def _drafting(
     ("steps", "k", "norm_output"),
     [(1, 4, True), (2, 1, False), (5, 4, False), (5, 4, True), (7, 8, True), (4, 20, False)],
 )
-@pytest.mark.parametrize("temperature", [None, (0.7, 0.0, 1.3)], ids=["greedy", "noise"])
+@pytest.mark.parametrize("weights", [None, (0.7, 0.0, 1.3)], ids=["greedy", "noise"])
 @highest_kernels
 @torch.inference_mode()
 def test_a_draft_in_one_call_is_the_draft_step_by_step(
@@ -102,7 +102,7 @@ def test_a_draft_in_one_call_is_the_draft_step_by_step(
     steps: int,
     k: int,
     norm_output: bool,
-    temperature: tuple[float, ...] | None,
+    weights: tuple[float, ...] | None,
 ) -> None:
     """Every bit of it: candidates, logits, and the keys and values that it leaves behind."""
     tree = TreeSection(top_k=k, steps=steps, nodes=2)
@@ -110,8 +110,8 @@ def test_a_draft_in_one_call_is_the_draft_step_by_step(
     drafter, batch, planes = _drafting(make_target("llama"), ops, tree, lengths, norm_output)
     state = batch.drafter_state, batch.block_table, batch.seq_lens, batch.seq_lens + 7
     seeds, noise = torch.tensor([3, 1 << 40, 5]), None
-    if temperature is not None:
-        noise = DraftNoise(torch.tensor(temperature), seeds, batch.seq_lens + 1, 0.6)
+    if weights is not None:
+        noise = DraftNoise(torch.tensor(weights), seeds, batch.seq_lens + 1)
     drafts: list[list[Tensor]] = []
     for draft_beams in (ops.draft_beams, partial(TorchOps.draft_beams, ops)):
         plane, trace = planes.drafter[0].clone(), list[Tensor]()

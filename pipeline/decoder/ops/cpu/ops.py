@@ -276,8 +276,8 @@ class CpuOps(TorchOps):
             return super().perturb_drafts(logits, noise, target_ids)
         logits, rows = logits.contiguous(), len(noise.seeds)
         noisy = torch.empty_like(logits)
-        tensors = logits, noisy, target_ids, *(each.contiguous() for each in noise[:3])
-        sizes = noise.weight, 0, rows, len(logits) // rows, logits.shape[-1]
+        tensors = logits, noisy, target_ids, *(each.contiguous() for each in noise)
+        sizes = 0, rows, len(logits) // rows, logits.shape[-1]
         self._library.eagle3_perturb_drafts(*addresses(*tensors), *sizes, _threads())
         return noisy
 
@@ -338,14 +338,13 @@ class CpuOps(TorchOps):
         scores = torch.empty(rows, count)
         beams = 1 + (steps - 1) * k if trace is not None else k
         logits = state.new_empty(rows * beams, vocabulary)
-        drawing = [None] * 3 if noise is None else [each.contiguous() for each in noise[:3]]
+        drawing = [None] * 3 if noise is None else [each.contiguous() for each in noise]
         outside = self._library.eagle3_draft_beams(
             ctypes.addressof(struct),
             ctypes.addressof(metadata),
             *addresses(state, plane),
             plane.numel() // (2 * len(head.stack.layers)),
             *addresses(tokens, parents, scores, logits, *drawing),
-            0.0 if noise is None else noise.weight,
             trace is not None,
             steps,
             k,

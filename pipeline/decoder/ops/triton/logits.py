@@ -311,10 +311,9 @@ def perturb_drafts_kernel(
     logits: Pointer,
     noisy: Pointer,
     target_ids: Pointer,
-    temperature: Table,
+    weights: Table,
     seeds: Table,
     positions: Table,
-    weight: Scalar,
     drafts: Scalar,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -326,13 +325,11 @@ def perturb_drafts_kernel(
     inside, token = column < SIZE, column
     if MAPPED:
         token = tl.load(target_ids + column, mask=inside, other=0)
-    temperature = tl.load(temperature + row)
-    noise = weight * _gumbel_of_tokens(tl.load(seeds + row), tl.load(positions + row), token)
+    noise = _gumbel_of_tokens(tl.load(seeds + row), tl.load(positions + row), token)
+    noise *= tl.load(weights + row)
     for draft in range(drafts):
         at = (row * drafts + draft) * SIZE + column
-        x = tl.load(logits + at, mask=inside).to(tl.float32)
-        drawn = _scaled(x, tl.maximum(temperature, 1e-6)) + noise
-        x = tl.where(temperature > 0, drawn, x)
+        x = tl.load(logits + at, mask=inside).to(tl.float32) + noise
         tl.store(noisy + at, x.to(noisy.dtype.element_ty), mask=inside)
 
 

@@ -450,11 +450,11 @@ class TritonOps(Launcher):
     ) -> Tensor:
         rows, size, logits = len(noise.seeds), logits.shape[-1], logits.contiguous()
         block, noisy = min(1024, power_of_two(size)), torch.empty_like(logits)
-        by_row = (each.contiguous() for each in noise[:3])
+        by_row = (each.contiguous() for each in noise)
         tokens = noise.seeds if target_ids is None else target_ids
         self._launch(
             perturb_drafts_kernel, (rows, -(-size // block)),
-            (logits, noisy, tokens, *by_row, noise.weight, len(logits) // rows), warps=4,
+            (logits, noisy, tokens, *by_row, len(logits) // rows), warps=4,
             SIZE=size, BLOCK=block, MAPPED=target_ids is not None,
         )  # fmt: skip
         return noisy

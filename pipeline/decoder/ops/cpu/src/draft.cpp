@@ -15,9 +15,8 @@ struct DraftHead {  // DraftHead of draft.py
 };
 
 struct Noise {  // DraftNoise of draft.py; all null where all rows are greedy
-    const float* temperature;
+    const float* weights;
     const int64_t *seeds, *positions;
-    float weight;
 };
 
 }
@@ -46,9 +45,9 @@ int64_t propose(const DraftHead& head, const Act* normed, Act* logits, const Noi
     const Act* perturbed = logits;
     if (noise.seeds) {
         noisy.resize(count * size);
-        eagle3_perturb_drafts(logits, noisy.data(), head.target_ids, noise.temperature, noise.seeds,
-                              noise.positions, noise.weight, depth, beams.rows,
-                              count / beams.rows, size, threads);
+        eagle3_perturb_drafts(logits, noisy.data(), head.target_ids, noise.weights, noise.seeds,
+                              noise.positions, depth, beams.rows, count / beams.rows, size,
+                              threads);
         perturbed = noisy.data();
     }
     eagle3_propose(perturbed, beams.gained.data(), beams.proposed.data(), k, count, size,
@@ -73,15 +72,15 @@ extern "C" {
 // token that the embedding has no row for: then nothing that was written is a draft.
 int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, const Act* state,
                            Act* plane, int64_t side, int64_t* tokens, int64_t* parents,
-                           float* scores, Act* logits, const float* temperature,
-                           const int64_t* seeds, const int64_t* first, float weight, int64_t keep,
-                           int64_t steps, int64_t k, float eps, int64_t threads) {
+                           float* scores, Act* logits, const float* weights,
+                           const int64_t* seeds, const int64_t* first, int64_t keep, int64_t steps,
+                           int64_t k, float eps, int64_t threads) {
     const int64_t size = head->layer->output->out, rows = metadata->rows, all = rows * k;
     const int64_t candidates = k + (steps - 1) * k * k;
     Beams beams{rows, k}, next{rows, k};
     std::vector<Act> normed(all * size), hidden(all * size), other(all * size),
         joined(all * 2 * size), noisy;
-    const Noise noise{temperature, seeds, first, weight};
+    const Noise noise{weights, seeds, first};
 
     const Act* read = state;
     if (!head->norm_output) {

@@ -218,25 +218,23 @@ extern "C" void eagle3_sample(const Act* logits, const int64_t* tokens, const in
     }
 }
 
-// Logits of `drafts` drafts for each of `rows` rows, [rows · drafts, size], with `weight` times the
-// noise of the tokens `target_ids`, or with null of all; see perturb_drafts of base.py. Tokens stand `depth`
-// after `positions` [rows].
+// Logits of `drafts` drafts for each of `rows` rows, [rows · drafts, size], with the row's weight
+// times the noise of the tokens `target_ids`, or with null of all; see perturb_drafts of base.py.
+// Tokens stand `depth` after `positions` [rows].
 extern "C" void eagle3_perturb_drafts(const Act* logits, Act* noisy, const int64_t* target_ids,
-                                      const float* temperature, const int64_t* seeds,
-                                      const int64_t* positions, float weight, int64_t depth,
-                                      int64_t rows, int64_t drafts, int64_t size,
-                                      int64_t threads) {
+                                      const float* weights, const int64_t* seeds,
+                                      const int64_t* positions, int64_t depth, int64_t rows,
+                                      int64_t drafts, int64_t size, int64_t threads) {
     const int64_t blocks = (size + kBlock - 1) / kBlock;
 #pragma omp parallel for num_threads(threads) if (rows * size > 1 << 12)
     for (int64_t at = 0; at < rows * blocks; ++at) {
         const int64_t row = at / blocks, start = at % blocks * kBlock;
         const int64_t count = std::min(kBlock, size - start), first = row * drafts * size + start;
-        if (temperature[row] == 0) {
+        if (weights[row] == 0) {
             for (int64_t from = first, i = 0; i < drafts; ++i, from += size)
                 std::copy_n(logits + from, count, noisy + from);
             continue;
         }
-        const F16 inverse = all(1 / std::max(temperature[row], 1e-6f));
         uint32_t counter[4][kBlock];
         int64_t token[kBlock];
         for (int64_t i = 0; i < kBlock; ++i) {
@@ -246,11 +244,10 @@ extern "C" void eagle3_perturb_drafts(const Act* logits, Act* noisy, const int64
         }
         philox(seeds[row], positions[row] + depth, counter);
         float noise[kBlock] = {};
-        for (int64_t i = 0; i < count; ++i) noise[i] = weight * gumbel(counter[token[i] % 4][i]);
+        for (int64_t i = 0; i < count; ++i) noise[i] = weights[row] * gumbel(counter[token[i] % 4][i]);
         for (int64_t from = first, draft = 0; draft < drafts; ++draft, from += size)
-            for (int64_t i = 0; i < count; i += kLanes) {
-                const F16 scaled = load(logits + from + i, count - i) * inverse;
-                store(noisy + from + i, scaled + load(noise + i), count - i);
-            }
+            for (int64_t i = 0; i < count; i += kLanes)
+                store(noisy + from + i, load(logits + from + i, count - i) + load(noise + i),
+                      count - i);
     }
 }
