@@ -22,7 +22,7 @@ from pipeline.decoder.ops.tree import SamplingTensors
 #: Of the noise of a target's draw: what a head's draft adds. It is 1 for a drafter that knows the
 #: target's logits, and less for one that errs, which would propose rare tokens whose noise happens
 #: to be large. Measured (docs/log.md).
-DRAFT_NOISE = 0.5
+DRAFT_NOISE = 0.65
 
 
 def perturb(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:
