@@ -210,9 +210,10 @@ def read_dflash_config(
         ):
             value = _one_of(body, settings, name, where)
             fields[field] = default if value is None else value
-        if not fields["markov_rank"]:
-            fix = "write the rank of markov_head, or use DFlashDraftModel for a head without one"
-            raise HeadError(f"lacks {_RANK}", where=where, fix=fix)
+            if type(fields[field]) is not type(default) or (name == _RANK and not value):
+                problem = f"lacks {name}" if value is None else f"{name} is {value!r}"
+                fix = "write what the head was trained with: a rank above 0, and true or false"
+                raise HeadError(problem, where=where, fix=fix)
     fields["rope_parameters"] = rope_parameters(body, where)
     if body.get("draft_vocab_size") is None and "vocab_size" in fields:
         fields["draft_vocab_size"] = fields["vocab_size"]
@@ -288,7 +289,7 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     The rows of an lm_head that it lacks are for the caller to fill (`lacks_rows`).
     """
     body, where = read_json(directory / CONFIG), f"{directory}/{CONFIG}"
-    dialect = "speculators" if body.get(MODEL_TYPE) == speculators.NAME else "dflash"
+    dialect = "speculators" if body.get(MODEL_TYPE) in [*speculators.KINDS] else "dflash"
     if dialect == "speculators":
         body = speculators.as_own_config(body, where)
     elif not {ALGORITHM.architecture, DSPARK.architecture} & {*architectures_of(body, where)}:
@@ -315,4 +316,8 @@ def export(folder: Path, head: DflashHead, card: HeadCard, request: Export) -> N
         speculators.export_speculators(folder, head, card, request)
         return
     speculators.check_rows(head, request, "SGLang drafts with the target's")
+    if head.shape.markov_rank and head.shape.draft_vocab_size < head.shape.vocab_size:
+        problem = "the bias of a part of the vocabulary, which SGLang drafts with the whole of"
+        fix = "train with train.dspark.target_lm_head=true; for vLLM, use --format speculators"
+        raise HeadError(problem, where=f"--format {request.format}", fix=fix)
     write_files(folder, head_config(head.shape, card.contract), head.state_dict(), card)
