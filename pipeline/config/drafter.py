@@ -40,6 +40,17 @@ class BlockDrafterSection(Section):
     quarter."""
 
 
+class DsparkDrafterSection(BlockDrafterSection):
+    """Drafting with a DSpark block drafter."""
+
+    confidence_weight: float = Field(1.0, ge=0)
+    """Power of a position's confidence by which the scores of its proposals are multiplied, where
+    the head has a confidence output: a tree spends its nodes elsewhere. 0: none."""
+    confidence_threshold: float = Field(0.0, ge=0, lt=1)
+    """Least confidence of a position at which anything is proposed: below it, a branch ends. On a
+    CPU fewer nodes are verified then; a CUDA graph verifies as many as ever."""
+
+
 class StandaloneSection(Section):
     """Drafting with a smaller model."""
 
@@ -127,6 +138,12 @@ DRAFTERS: dict[str, DrafterInfo] = {
         "a block drafter: one forward for all depths, a tree of their marginals",
         "a head trained with train.algorithm=dflash",
         BlockDrafterSection,
+        trained=True,
+    ),
+    "dspark": DrafterInfo(
+        "a block drafter whose tokens depend on each other: one forward, a beam over its positions",
+        "a head trained with train.algorithm=dspark",
+        DsparkDrafterSection,
         trained=True,
     ),
     "standalone": DrafterInfo(

@@ -8,10 +8,14 @@ from pydantic import Field, model_validator
 
 from pipeline.config.section import Section, TreeSection
 
-Loss = Literal["cross_entropy", "kl"]
+Loss = Literal["cross_entropy", "kl", "ce_tv"]
+#: Weight of the total variation in `ce_tv`, beside the cross-entropy's.
+TV_SHARE = 0.9
+#: The loss where none is set; of all others cross-entropy.
+_LOSSES: dict[str, Loss] = {"dspark": "ce_tv"}
 #: AdamW's peak rate where none is set, for one head and for a chain of them. A block drafter starts
 #: as a least-squares solution, which larger steps destroy, and so do all but the first of a chain.
-_LEARNING_RATES = {"eagle3": (1e-3, 3e-4), "dflash": (2e-4, 2e-4)}
+_LEARNING_RATES = {"eagle3": (1e-3, 3e-4), "dflash": (2e-4, 2e-4), "dspark": (2e-4, 2e-4)}
 #: What an algorithm of one head is with several of them.
 _CHAINS = {"eagle3": "mtp"}
 #: Switches of training that only one EAGLE-3 head takes.
@@ -114,15 +118,37 @@ class DflashSection(Section):
     max_share_of_target: float = Field(0.05, gt=0)
     """Refuse heads with more than this share of the target's parameters."""
 
+    @property
+    def predicted(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - 1
+
     def check_training(self, train: TrainSection) -> None:
         """Raise ValueError where a block drafter cannot be trained so."""
         _refuse_switches(train, "is only supported with algorithm: eagle3")
-        most = self.block_size - 1
+        most = self.predicted
         if train.evaluate_every and train.evaluate_tree.steps > most:
             raise ValueError(
                 f"evaluate_tree.steps is {train.evaluate_tree.steps}, a block of "
                 f"{self.block_size} predicts {most} tokens; lower it"
             )
+
+
+class DsparkSection(DflashSection):
+    """Shape and training of a DSpark block drafter (arXiv:2607.05147)."""
+
+    block_size: int = Field(7, gt=1, le=16)
+    """Tokens of a block, the last accepted one included: every position predicts the token after
+    it, so they are as many as one forward predicts."""
+    markov_rank: int = Field(32, gt=0, le=4096)
+    """Rank r of the bias that the token before a position gives its logits: r numbers for each of
+    the target's tokens, and r for each that can be proposed."""
+    confidence: bool = True
+    """Train an output that says how much of a position's proposals will be accepted."""
+
+    @property
+    def predicted(self) -> int:
+        return self.block_size
 
 
 def _refuse_switches(train: TrainSection, reason: str) -> None:
@@ -136,11 +162,13 @@ class TrainSection(Section):
 
     algorithm: str = "eagle3"
     """What is trained: an EAGLE-3 head or a chain of heads (eagle3: head_config, ttt_steps,
-    step_decay), a block drafter (dflash), or what an installed package registers."""
+    step_decay), a block drafter (dflash, dspark), or what an installed package registers."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of an algorithm that another package registers; it documents them."""
     dflash: DflashSection = DflashSection()
     """The block drafter."""
+    dspark: DsparkSection = DsparkSection()
+    """The block drafter whose tokens depend on each other."""
 
     head_config: HeadSection = HeadSection()
     """Shape and initialisation of the head; `head` elsewhere names a head's directory."""
@@ -154,7 +182,9 @@ class TrainSection(Section):
     """Run whose states are trained on, where they are not in this one: several heads can share
     them. None: this run's."""
     loss: Loss = "cross_entropy"
-    """Soft cross-entropy or KL divergence on the draft vocabulary."""
+    """Soft cross-entropy, KL divergence, or a tenth of the former and nine of total variation
+    (ce_tv), on the draft vocabulary. Where none is given: cross_entropy, under algorithm dspark
+    ce_tv."""
     teacher_temperature: float = Field(1.0, gt=0)
     """Temperature of the teacher's softmax; below 1 it nears the target's greedy choice."""
     train_lm_head: bool = True
@@ -176,8 +206,8 @@ class TrainSection(Section):
     accumulate: int = Field(1, gt=0)
     """Micro-batches per optimiser step and process."""
     learning_rate: float = Field(_LEARNING_RATES["eagle3"][0], gt=0)
-    """Peak rate of AdamW. Where none is given: 1e-3, of chained heads 3e-4, under algorithm dflash
-    2e-4."""
+    """Peak rate of AdamW. Where none is given: 1e-3, of chained heads 3e-4, under algorithms dflash
+    and dspark 2e-4."""
     warmup_share: float = Field(0.05, ge=0, lt=1)
     """Share of the steps with linear warm-up; a cosine to 5 % of the peak follows."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -229,10 +259,15 @@ class TrainSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _takes_the_algorithm_s_own_rate(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or "learning_rate" in value:
+    def _takes_the_algorithm_s_own_loss_and_rate(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
             return value
-        rates = _LEARNING_RATES.get(str(value.get("algorithm", "eagle3")))
+        algorithm = str(value.get("algorithm", "eagle3"))
+        if loss := _LOSSES.get(algorithm):
+            value = {"loss": loss, **value}
+        if "learning_rate" in value:
+            return value
+        rates = _LEARNING_RATES.get(algorithm)
         if rates is None:
             return value
         head = value.get("head_config")
@@ -241,7 +276,7 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _fits_the_algorithm(self) -> TrainSection:
-        sections = {"dflash": self.dflash}
+        sections = {"dflash": self.dflash, "dspark": self.dspark}
         sections.get(self.algorithm, self.head_config).check_training(self)
         return self
 
@@ -261,6 +296,11 @@ class TrainSection(Section):
         if self.follow and self.states:
             raise ValueError("follow deletes the states that it has trained on; leave states out")
         return self
+
+    @property
+    def block(self) -> DflashSection:
+        """That of the block drafter which is trained."""
+        return {"dspark": self.dspark}.get(self.algorithm, self.dflash)
 
     @property
     def head_algorithm(self) -> str:

@@ -159,6 +159,8 @@ class HeadAlgorithm:
     settings: Callable[[TrainSection], HeadSettings]
     size: Callable[[TrainSection, TargetShape], HeadSize]  # for --plan
     describe: Callable[[Any], str]  # head → "an EAGLE-3 draft head", for the model card
+    #: Whether a head of `head_type` is of this algorithm, by its shape: several may share a class.
+    owns: Callable[[Any], bool] = lambda _shape: True
     drafter_name: str = ""  # value of drafter.name that drafts with such a head; "": `name`
     formats: tuple[str, ...] = ()  # that `export` writes
     #: Why a format of other algorithms has no place for such a head.

@@ -28,8 +28,14 @@ if TYPE_CHECKING:
     from pipeline.heads.base import DraftingHead, DraftShape
     from pipeline.heads.checkpoint import ForeignHead, HeadCard
 
-#: The order is that in which a foreign directory is looked at.
-_OURS = ("dflash", "mtp", "eagle3")
+#: Packages, and the names of their algorithms. The order is that in which a foreign directory is
+#: looked at, and in which algorithms that share a class are asked whether a head is theirs.
+_OURS = (
+    ("dflash", "DSPARK"),
+    ("dflash", "ALGORITHM"),
+    ("mtp", "ALGORITHM"),
+    ("eagle3", "ALGORITHM"),
+)
 
 
 @cache
@@ -38,7 +44,8 @@ def algorithms() -> dict[str, HeadAlgorithm]:
 
     Raises ConfigError for an entry point that takes a name of ours or is no algorithm.
     """
-    ours = {name: import_module(f"pipeline.heads.{name}").ALGORITHM for name in _OURS}
+    listed = (getattr(import_module(f"pipeline.heads.{package}"), name) for package, name in _OURS)
+    ours = {each.name: each for each in listed}
     others: dict[str, HeadAlgorithm] = {}
     for point in entry_points(group=HEAD_GROUP):
         algorithm, where = point.load(), f"entry point {point.value} of {HEAD_GROUP}"
@@ -67,7 +74,8 @@ def solves_least_squares(section: TrainSection) -> bool:
 
 def algorithm_of(head: DraftingHead) -> HeadAlgorithm:
     """The algorithm of a head."""
-    return next(each for each in algorithms().values() if type(head) is each.head_type)
+    every = (each for each in algorithms().values() if type(head) is each.head_type)
+    return next(each for each in every if each.owns(head.shape))
 
 
 def check_algorithm(section: TrainSection, head: DraftingHead, *, where: str) -> None:

@@ -2,7 +2,7 @@
 
 eagle3   ttt/model.py      the head unrolled on its own outputs, K steps
          chained/model.py  a head for each step, then the last one unrolled
-dflash   dflash/model.py   blocks behind anchors, K = block size - 1 positions
+dflash   dflash/blocks.py  blocks behind anchors, K positions
 """
 
 from __future__ import annotations
@@ -126,20 +126,25 @@ class TrainedModel(nn.Module, Generic[Kind]):
         tokens: Tensor,
         weights: Tensor,
         predicted: Tensor,
+        output_rows: Tensor | None = None,
+        overlaps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Loss and hits int64 [K] of states [K, L, H] that predict `tokens` [L], of which the
         target said `teacher_states` [L, H].
 
         weights [K, L], zero where a step has no such state; predicted [K, L] says where it has one.
+        The logits are products with `output_rows` [Vd, H], by default lm_head's; overlaps [K, L] is
+        overwritten with what the two distributions share.
         """
         draft_ids = (self.head.t2d.cumsum(0) * self.head.t2d - 1)[tokens]  # [L], or -1
         value, hits = OutputLoss.apply(  # type: ignore[no-untyped-call]
             states,
-            self.head.lm_head.weight,
+            self.head.lm_head.weight if output_rows is None else output_rows,
             Teacher(teacher_states, self.target_output_rows),
             weights,
             draft_ids.where(predicted, -1),
             self._loss,
+            overlaps,
         )
         return value, hits
 

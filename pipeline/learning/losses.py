@@ -3,13 +3,17 @@
     cross_entropy  -Σ p log q             EAGLE-3 (Li et al. 2025, arXiv:2503.01840)
     kl             Σ p log(p/q)           the same gradients; 0 for a perfect head
                                           (DistillSpec, arXiv:2310.08461)
+    ce_tv          -0.1 Σ p log q         DSpark (arXiv:2607.05147); the second sum over 2 is the
+                   + 0.9 Σ |q - p| / 2    total variation, the share of drafts that is rejected
 
 All sums are over the draft vocabulary, to which the target's softmax is restricted:
 
     target, in %     50 10  4  3 20  3  5  5      4, 3 and 3: not in the draft vocabulary
     p, in %          56 11  ·  · 22  ·  6  6      the softmax of the others alone: Σ p = 1
 
-With z the logits and q = softmax(z), the gradient by z is q - p in float32 or wider.
+With z the logits and q = softmax(z), the gradient by z is q - p in float32 or wider; that of the
+total variation is q (s - Σ q s) / 2, with s the signs of q - p. Overlaps are Σ min(p, q), one less
+the total variation.
 
 Shapes: L labels, K steps, R = K·c rows of a chunk of c labels, b labels of a part of it, H hidden
 size, Vd draft vocabulary.
@@ -23,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.config.train import Loss
+from pipeline.config.train import TV_SHARE, Loss
 
 #: Logits held at one time, in the compute type. Each chunk reads all of lm_head and adds to all of
 #: its gradient; from a thousand rows upward (draft vocabulary 8,192) the products are fast.
@@ -51,7 +55,7 @@ class Teacher(NamedTuple):
 
 
 #: `_compare_in_place` and its counterpart in losses_kernel.py
-Comparison = Callable[[Tensor, Tensor, Tensor, Tensor, Loss], tuple[Tensor, Tensor]]
+Comparison = Callable[[Tensor, Tensor, Tensor, Tensor, Loss, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class OutputLoss(torch.autograd.Function):
@@ -71,9 +75,11 @@ class OutputLoss(torch.autograd.Function):
         scales: Tensor,
         draft_ids: Tensor,
         loss: Loss,
+        overlaps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """→ loss, hits [K]. states [K, L, H], weight [Vd, H], scales [K, L], draft_ids [K, L], -1
-        where a label is outside the draft vocabulary, or not predicted by the step.
+        where a label is outside the draft vocabulary, or not predicted by the step. `overlaps`
+        [K, L], in the type of the scales, is overwritten with the overlap of each state.
 
         The products are in the type of the states. The weight's gradient is summed in that of the
         scales, and is rounded to the weight's when it is complete. A weight that requires no
@@ -101,6 +107,7 @@ class OutputLoss(torch.autograd.Function):
                 scales[:, chunk],
                 draft_ids[:, chunk],
                 loss,
+                None if overlaps is None else overlaps[:, chunk],
             )
             total, hits = total + chunk_loss, hits + chunk_hits
             if states_grad is not None:
@@ -120,7 +127,7 @@ class OutputLoss(torch.autograd.Function):
         )
         if weight_grad is not None:
             weight_grad = weight_grad.to(ctx.weight_dtype)
-        return states_grad, weight_grad, None, None, None, None
+        return states_grad, weight_grad, None, None, None, None, None
 
 
 def _add_rows(total: Tensor, product: Tensor) -> None:
@@ -148,11 +155,17 @@ def _comparison(scales: Tensor) -> Comparison:
 
 
 def _compare_in_place(
-    logits: Tensor, teacher_logits: Tensor, scales: Tensor, draft_ids: Tensor, loss: Loss
+    logits: Tensor,
+    teacher_logits: Tensor,
+    scales: Tensor,
+    draft_ids: Tensor,
+    loss: Loss,
+    overlaps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scaled sum of the divergences, and hits [K]; gradients overwrite the logits [K, c, Vd].
 
-    teacher_logits [c, Vd], scales [K, c] in the type to compute in, draft_ids [K, c].
+    teacher_logits [c, Vd], scales [K, c] in the type to compute in, draft_ids [K, c], overlaps
+    [K, c] to overwrite.
     """
     steps, labels, width = logits.shape
     total, hits = scales.new_zeros(()), torch.zeros(steps, dtype=torch.int64, device=logits.device)
@@ -164,7 +177,8 @@ def _compare_in_place(
         z = logits[:, part].to(scales.dtype)  # [K, b, Vd]
         best = z.amax(-1)  # [K, b]
         hits += _hits(z, best, draft_ids[:, part])
-        divergence, slope = _divergence(z, best, p, loss)
+        overlap = None if overlaps is None else overlaps[:, part]
+        divergence, slope = _divergence(z, best, p, loss, overlap)
         total += (divergence * scale).sum()
         logits[:, part] = slope.mul_(scale[..., None])
     return total, hits
@@ -183,15 +197,25 @@ def _hits(z: Tensor, best: Tensor, draft_ids: Tensor) -> Tensor:
     return hit.sum(1)
 
 
-def _divergence(z: Tensor, best: Tensor, p: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+def _divergence(
+    z: Tensor, best: Tensor, p: Tensor, loss: Loss, overlap: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Divergence [K, b] of softmax(z [K, b, Vd]) from p [b, Vd], and its gradient by z [K, b, Vd].
 
-    best [K, b] is z's maximum.
+    best [K, b] is z's maximum, overlap [K, b] is overwritten.
     """
     q = torch.softmax(z, dim=-1)
+    if overlap is not None:
+        overlap.copy_(torch.minimum(p, q).sum(-1))
     # log Σ exp z, from the largest logit and its probability
     normaliser = best - q.amax(-1).log()
     divergence = normaliser - (z * p).sum(-1)
     if loss == "kl":
         divergence = divergence + torch.xlogy(p, p).sum(-1)
-    return divergence, q.sub_(p)
+    if loss != "ce_tv":
+        return divergence, q.sub_(p)
+    slope = q - p
+    divergence = divergence.lerp(slope.abs().sum(-1) / 2, TV_SHARE)
+    signs = slope.sign()
+    leaning = (q * signs).sum(-1, keepdim=True)
+    return divergence, slope.lerp_(signs.sub_(leaning).mul_(q).div_(2), TV_SHARE)

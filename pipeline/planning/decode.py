@@ -30,6 +30,7 @@ _MAX_CHAIN = 8
 #: A head's draft vocabulary, and its MLP as a share of the target's.
 _DRAFT_VOCABULARY = 32_000
 _BLOCK, _BLOCK_LAYERS = 8, 2
+_MARKOV_RANK = 256
 
 
 class PlannedDecoding(Record):
@@ -103,7 +104,7 @@ class _Roofline(NamedTuple):
         shape, count = self.shape, rows * tokens
         cache = rows * (context + tokens) * shape.key_value_bytes
         operations = 2.0 * self._multiplied() * count + count * shape.attention_flops(context)
-        return self._floor(_WIDTH * self._reached(count) + cache, operations)
+        return self.floor(_WIDTH * self._reached(count) + cache, operations)
 
     def layer_seconds(self, layers: int, vocabulary: int, rows: int, tokens: int) -> float:
         """Of so many dense layers like the target's, and logits over a vocabulary."""
@@ -111,7 +112,7 @@ class _Roofline(NamedTuple):
         queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
         layer = 2 * shape.hidden * (queries + keys) + 3 * shape.hidden * shape.intermediate
         parameters = layers * layer + vocabulary * shape.hidden
-        return self._floor(_WIDTH * parameters, 2.0 * parameters * rows * tokens)
+        return self.floor(_WIDTH * parameters, 2.0 * parameters * rows * tokens)
 
     def _multiplied(self) -> int:
         """Parameters that a token passes: not the embedding, of which it takes a row."""
@@ -128,7 +129,7 @@ class _Roofline(NamedTuple):
         held = experts.held * (1 - (1 - experts.active / experts.held) ** tokens)
         return self._multiplied() + (held - experts.active) * width
 
-    def _floor(self, read: float, operations: float) -> float:
+    def floor(self, read: float, operations: float) -> float:
         return max(read / self.rates.bandwidth, operations / self.rates.flops)
 
 
@@ -186,6 +187,12 @@ class _Case(NamedTuple):
         block = self.target.layer_seconds(_BLOCK_LAYERS, vocabulary, self.batch, _BLOCK)
         return block, 0.0, self.target.layer_seconds(_BLOCK_LAYERS, 0, self.batch, steps + 1)
 
+    def markov_block(self, steps: int) -> tuple[float, float, float]:
+        block, _, extend = self.block(steps)
+        parameters = _MARKOV_RANK * self.target.shape.vocabulary
+        step = self.target.floor(_WIDTH * parameters, 2.0 * parameters * self.batch)
+        return block + step, step, extend
+
     def head(self, steps: int) -> tuple[float, float, float]:
         step = self.target.layer_seconds(1, _DRAFT_VOCABULARY, self.batch, 1)
         return 0.0, step, self.target.layer_seconds(1, _DRAFT_VOCABULARY, self.batch, steps + 1)
@@ -197,8 +204,9 @@ _DRAFTING: dict[str, Callable[[_Case, int], tuple[float, float, float]]] = {
     "self_spec": _Case.self_spec,
     "standalone": _Case.standalone,
     "dflash": _Case.block,
+    "dspark": _Case.markov_block,
 }
-_LONGEST_CHAINS = {"dflash": _BLOCK - 1}
+_LONGEST_CHAINS = {"dflash": _BLOCK - 1, "dspark": _BLOCK - 1}
 
 
 def plan_on_paper(

@@ -117,11 +117,15 @@ class BlockHeadSize(HeadSize):
     block: int = 8
     anchors_per_token: float = 1.0
     borrowed: bool = False  # lm_head is the target's, and not trained
+    vocabulary: int = 0  # the target's
+    markov_rank: int = 0  # of the bias by the token before
+    confidence: bool = False
 
     @classmethod
     def of(cls, section: TrainSection, target: TargetShape) -> BlockHeadSize:
         """As training would build it for `target`."""
-        settings = section.dflash
+        settings = section.block
+        own = settings.model_dump(include={"markov_rank", "confidence"})
         return cls(
             hidden=target.hidden,
             intermediate=settings.intermediate_size or target.intermediate,
@@ -135,6 +139,8 @@ class BlockHeadSize(HeadSize):
             aux_layers=target.aux_layers,
             head_dim=target.head_dim,
             block=settings.block_size,
+            vocabulary=target.vocabulary,
+            **own,
             anchors_per_token=min(1.0, settings.anchors / section.batch_tokens),
         )
 
@@ -149,7 +155,9 @@ class BlockHeadSize(HeadSize):
         """The matrices; two norms and those of queries and keys a layer, of context and output."""
         norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + 2 * self.hidden
         lm_head = 0 if self.borrowed else self.lm_head
-        return self.fc + self.layer + lm_head + norms
+        markov = self.markov_rank * (self.vocabulary + self.draft_vocabulary)
+        confidence = self.confidence * (self.hidden + self.markov_rank + 1)
+        return self.fc + self.layer + lm_head + norms + markov + confidence
 
 
 def zero_memory(

@@ -113,8 +113,10 @@ class BlockDrafting:
     """A drafter over its own pages, which hold NaN, and a batch of empty rows."""
 
     def __init__(self, head: DflashHead, model: DecoderModel, rows: int) -> None:
-        steps = head.shape.block_size - 1
-        self.tree = TreeSection(top_k=3, steps=steps, nodes=12)
+        steps = head.shape.predicted
+        chain = TreeSection.chain(steps)
+        self.tree = chain if head.shape.markov_rank else TreeSection(top_k=3, steps=steps, nodes=12)
+        self.drafted = torch.empty(0, dtype=torch.int64)  # the chain, where it is one
         self.drafter = DflashDrafter(head, model, self.tree)
         self.planes = poisoned_planes(model, 2 * rows + 1, self.drafter)
         self.batch = open_rows(model, rows, pages=2, drafter=self.drafter)
@@ -128,11 +130,11 @@ class BlockDrafting:
         batch.seq_lens.add_(count)
 
     def logits(self, root: int) -> Tensor:
-        """Of the first row [steps, Vd]."""
+        """Of the first row [steps, Vd]; with a Markov head, after the tokens `drafted`."""
         self.batch.roots.fill_(root)
         self.drafter.trace = []
-        self.drafter.candidates(self.batch, self.planes, self.tree)
-        return self.drafter.trace[0][0]
+        self.drafted = self.drafter.candidates(self.batch, self.planes, self.tree).tokens[0]
+        return torch.cat([each[0] for each in self.drafter.trace])
 
 
 def block_trained_on(
@@ -148,8 +150,10 @@ def block_trained_on(
     trained = DflashModel(
         head, model.embedding, lm_head, objective, max_length=len(tokens), dtype=torch.float32
     )
-    states = trained.draft(batch, cut_blocks(batch, torch.tensor([0]), head.shape.block_size))
-    return torch.as_tensor(head.lm_head(states[0, 1:]))
+    count = head.shape.predicted
+    states = trained.draft(batch, cut_blocks(batch, torch.tensor([0]), count + 1))[0]
+    before = tokens[anchor : anchor + count]
+    return head.proposing(states[head.shape.first :], before) @ head.output_rows().T
 
 
 def worst_block_difference(model: DecoderModel, head: DflashHead, *, prefix: int) -> float:
@@ -164,5 +168,7 @@ def worst_block_difference(model: DecoderModel, head: DflashHead, *, prefix: int
     padding = torch.full((2, aux.shape[1]), 9.0)
     drafting.read(0, torch.cat((aux[read:prefix], padding)), 4)
     drafted = drafting.logits(int(tokens[prefix]))
+    if head.shape.markov_rank:
+        tokens[prefix + 1 : prefix + 1 + len(drafting.drafted)] = drafting.drafted
     expected = block_trained_on(head, model, tokens, aux, prefix)
     return float((drafted - expected).abs().max())

@@ -27,7 +27,7 @@ from pipeline.heads.init import random_init, shape_for
 from pipeline.heads.mtp.drafter import ChainedDrafter
 from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 
-DRAFTERS = "eagle3", "mtp", "dflash", "ngram", "standalone", "streaming", "snapkv"
+DRAFTERS = "eagle3", "mtp", "dflash", "dspark", "ngram", "standalone", "streaming", "snapkv"
 
 
 def every_drafter(model: DecoderModel) -> Mapping[str, Callable[[Trees], Drafter]]:
@@ -45,11 +45,17 @@ def every_drafter(model: DecoderModel) -> Mapping[str, Callable[[Trees], Drafter
     )
     random_init(chained, 3)
     chained.set_vocabulary(proposed)
-    block = DflashHead(
-        dflash_shape_for(model.config, layers=1, block_size=7, mask_token_id=0, **fields)
+    kinds: list[dict[str, Any]] = [
+        {"block_size": 7},
+        {"block_size": 6, "markov_rank": 8, "confidence": True},
+    ]
+    block, dspark = (
+        DflashHead(dflash_shape_for(model.config, layers=1, mask_token_id=0, **fields, **options))
+        for options in kinds
     )
-    random_init(block, 4)
-    block.set_vocabulary(proposed)
+    for each in (block, dspark):
+        random_init(each, 4)
+        each.set_vocabulary(proposed)
     small = random_model(
         model.config,
         (),
@@ -63,6 +69,7 @@ def every_drafter(model: DecoderModel) -> Mapping[str, Callable[[Trees], Drafter
         lambda trees: Eagle3Drafter(eagle3, model, trees),
         lambda trees: ChainedDrafter(chained, model, trees),
         lambda trees: DflashDrafter(block, model, trees),
+        lambda trees: DflashDrafter(dspark, model, trees),
         lambda trees: NgramDrafter(model, trees, NgramSection()),
         lambda trees: StandaloneDrafter(small, model, trees),
         lambda trees: StreamingDrafter(model, trees, budget=PAGE + 20),

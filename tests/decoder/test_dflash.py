@@ -52,7 +52,7 @@ def block_head(
     layers: int = 2,
     seed: int = 3,
     proposed: Tensor | None = None,
-    target_lm_head: bool = False,
+    **options: Any,
 ) -> DflashHead:
     """A random drafter of 60 tokens, or of those `proposed`: its guesses are bad, which
     losslessness must survive."""
@@ -68,7 +68,7 @@ def block_head(
         intermediate_size=64,
         num_attention_heads=None,
         num_key_value_heads=None,
-        target_lm_head=target_lm_head,
+        **options,
     )
     head = DflashHead(shape)
     random_init(head, seed)
@@ -77,8 +77,10 @@ def block_head(
         for name, parameter in head.named_parameters():
             if "norm" in name:  # ones would hide a missing one
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+            elif parameter.dim() == 1:
+                parameter.zero_()
             else:
-                parameter.mul_(12)
+                parameter.mul_(40 if "markov" in name else 12)
     head.set_vocabulary(proposed)
     return head
 

@@ -63,6 +63,11 @@ def _dflash(model: DecoderModel, other: DecoderModel) -> Drafter:
     return DflashDrafter(block_head(model, proposed=_proposed()), model, TREE)
 
 
+def _dspark(model: DecoderModel, other: DecoderModel) -> Drafter:
+    head = block_head(model, proposed=_proposed(), markov_rank=4, confidence=True)
+    return DflashDrafter(head, model, TREE)
+
+
 def _proposed() -> Tensor:
     """All tokens but two."""
     return torch.arange(VOCABULARY - 2)
@@ -76,6 +81,7 @@ def _snapkv(model: DecoderModel, other: DecoderModel) -> Drafter:
 CASES = {
     "eagle3": Case(_eagle3),
     "dflash": Case(_dflash),
+    "dspark": Case(_dspark),
     "ngram": Case(lambda model, other: NgramDrafter(model, TREE, NgramSection())),
     "standalone": Case(lambda model, other: StandaloneDrafter(other, model, TREE)),
     "self_spec-streaming": Case(

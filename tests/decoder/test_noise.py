@@ -47,6 +47,14 @@ def _dflash(model: DecoderModel) -> Drafter:
     return DflashDrafter(_level(block_head(model, proposed=PROPOSED)), model, CHAIN)
 
 
+def _dspark(model: DecoderModel) -> Drafter:
+    """Only its bias says nothing: its confidence says what it likes."""
+    head = block_head(model, proposed=PROPOSED, markov_rank=4, confidence=True)
+    assert head.markov_head is not None
+    nn.init.zeros_(head.markov_head.markov_w2.weight)
+    return DflashDrafter(_level(head), model, CHAIN)
+
+
 def _chained(model: DecoderModel) -> Drafter:
     head = chained_head(model)
     head.set_vocabulary(PROPOSED)
@@ -63,6 +71,7 @@ DRAFTERS: dict[str, tuple[Callable[[DecoderModel], Drafter], Tensor]] = {
     "eagle3": (_eagle3, PROPOSED),
     "mtp": (_chained, PROPOSED),
     "dflash": (_dflash, PROPOSED),
+    "dspark": (_dspark, PROPOSED),
     "standalone": (lambda model: StandaloneDrafter(model, model, CHAIN), EVERY),
     "streaming": (lambda model: StreamingDrafter(model, CHAIN, budget=2 * PAGE), EVERY),
     "snapkv": (

@@ -1,7 +1,8 @@
 """Heads as their configurations define them, in float32 and without a line of the package.
 
-Written from vLLM's classes (llama_eagle3, qwen3_eagle3, qwen3_dflash): what a `config.json` says is
-looked up where it is needed, attention is one dense mask a query. Slow, and for one document.
+Written from vLLM's classes (llama_eagle3, qwen3_eagle3, qwen3_dflash, qwen3_dspark): what a
+`config.json` says is looked up where it is needed, attention is one dense mask a query. Slow, and
+for one document.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ def random_tensors(config: Config, states: int) -> Tensors:
     matrix("fc", size, states * size)
     if block:
         norm("hidden_norm", size)
+    if rank := config("markov_rank"):
+        matrix("markov_head.markov_w1", config("vocab_size"), rank)
+        matrix("markov_head.markov_w2", config("draft_vocab_size", config("vocab_size")), rank)
+        matrix("confidence_head.proj", 1, size + rank)
+        tensors["confidence_head.proj.bias"] = torch.ones(1)
     for layer in range(config.layers):
         plain = config.speculators or block or layer > 0
         name = f"layers.{layer}" if plain else "midlayer"
@@ -193,7 +199,8 @@ def eagle3_logits(
 def dflash_logits(
     layers: Layers, embedding: Tensor, lm_head: Tensor, tokens: Tensor, aux: Tensor, anchor: int
 ) -> Tensor:
-    """What a block behind token `anchor` proposes [b - 1, V]."""
+    """What a block behind token `anchor` proposes [b - 1, V]; with a Markov head [b, V], after the
+    text's own tokens."""
     config, size = layers.config, layers.config("block_size")
     context = layers.norm("hidden_norm", layers.linear("fc", aux[:anchor]))
     masks = tokens.new_full((size - 1,), config("mask_token_id"))
@@ -218,4 +225,8 @@ def dflash_logits(
         )
         hidden = hidden + layers.attend(name, x, inside, keys, values, seen)
         hidden = layers.mlp(name, hidden)
-    return layers.norm("norm", hidden)[1:] @ lm_head.T
+    states = layers.norm("norm", hidden)
+    if not config("markov_rank"):
+        return states[1:] @ lm_head.T
+    latent = layers.tensors["markov_head.markov_w1.weight"][tokens[anchor : anchor + size]]
+    return states @ lm_head.T + layers.linear("markov_head.markov_w2", latent)

@@ -175,7 +175,7 @@ def test_every_command_says_so_in_one_line(
     assert not Path(out).exists()
 
 
-@pytest.mark.parametrize("kind", ["sglang", "speculators", "chained", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["sglang", "speculators", "chained", "mtp", "dflash", "dspark"])
 @pytest.mark.parametrize("name", ["nan", "int8", "d2t-outside", "d2t-below"])
 def test_heads_of_every_kind(kind: str, name: str, head_of: HeadOf, tiny_target: Path) -> None:
     damage, message = DAMAGE[name]

@@ -26,7 +26,7 @@ from tests.heads.test_chained import chain_for
 from tests.heads.test_dflash_import import drafter
 
 #: kind → directories of it: ours, and as another trainer writes it
-KINDS = ("own", "sglang", "speculators", "chained", "mtp", "dflash", "dflash-foreign")
+KINDS = ("own", "sglang", "speculators", "chained", "mtp", "dflash", "dflash-foreign", "dspark")
 #: Where the fields of the layer stand, if not at the top.
 SECTION = {"speculators": "transformer_layer_config"}
 HeadOf = Callable[[str], Path]
@@ -53,8 +53,9 @@ def head_of(own: Path, target: Target, tiny_target: Path, tmp_path: Path) -> Hea
             save_head(tmp_path / "chained", chain_for(target), HeadCard(contract, {}, {}))
             if kind == "mtp":
                 export_head(str(tmp_path / "chained"), format="mtp", out=str(tmp_path / "mtp"))
-        elif kind.startswith("dflash"):
-            save_head(tmp_path / kind, drafter(tiny_target), card)
+        elif kind.startswith(("dflash", "dspark")):
+            options = {"markov_rank": 4, "confidence": True} if kind == "dspark" else {}
+            save_head(tmp_path / kind, drafter(tiny_target, **options), card)
         elif kind in ("sglang", "speculators"):
             format: Any = kind
             export_head(str(own), format=format, out=str(tmp_path / kind))
@@ -272,6 +273,24 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         ("", {"block_size": 64, "dflash_config": MASKED}, "block_size is 64, it can be 2 … 16"),
         ("", {"block_size": 1, "dflash_config": MASKED}, "block_size is 1, it can be 2 … 16"),
     ],
+    "dspark": [
+        ("", {"markov_rank": 5}, "markov_rank 4 contradicts markov_rank 5"),
+        ("", {"markov_rank": 5, "dflash_config": {}}, r"markov_w1\.weight is \[316, 4\] where"),
+        ("", {"markov_rank": None, "dflash_config": {}}, "lacks markov_rank"),
+        ("", {"markov_rank": 0, "dflash_config": {}}, "markov_rank is 0"),
+        ("", {"markov_rank": True, "dflash_config": {}}, "markov_rank is True"),
+        ("", {"markov_rank": 10**9, "dflash_config": {}}, "markov_rank is 1000000000"),
+        ("", {"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
+        ("", {"confidence_head_with_markov": False}, "confidence_head_with_markov is False"),
+        (
+            "",
+            {"enable_confidence_head": False, "dflash_config": {}},
+            "no place for: confidence",
+        ),
+        ("", {"sample_from_anchor": "yes", "dflash_config": {}}, "sample_from_anchor is 'yes'"),
+        ("dflash_config", {"projector_type": "domino"}, "projector_type is 'domino'"),
+        ("", {"architectures": ["DFlashDraftModel"]}, "markov_rank is 4"),
+    ],
 }
 
 
@@ -461,7 +480,7 @@ def test_mrope_is_the_default_for_text(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["own", "sglang", "speculators", "chained", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", KINDS[:6])
 def test_rotary_parameters_that_cannot_be_are_refused(
     kind: str, fields: dict[str, Any], message: str, head_of: HeadOf, tiny_target: Path
 ) -> None:

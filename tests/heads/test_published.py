@@ -38,7 +38,6 @@ HEADS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("heads.json").
 REFUSED = {
     "z-lab/gpt-oss-20b-DFlash": "model_type",
     "SpecForge, Qwen3-8B, P-EAGLE": "architectures",
-    "SpecForge, Qwen3-8B, DSpark": "architectures",
 }
 VOCABULARY, DRAFT, LAYERS, WINDOW, LENGTH = 316, 96, 8, 64, 80
 #: The loaders' default, for heads that name no layers.
@@ -86,6 +85,8 @@ def small(body: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
             place[key] = [index + offset for index in states]
     if "dflash_config" in body:
         body["block_size"], body["dflash_config"]["mask_token_id"] = 6, 4
+        if "markov_rank" in body["dflash_config"]:
+            body["dflash_config"]["markov_rank"] = 8
     return body, states
 
 
@@ -216,13 +217,14 @@ def batch_of(tokens: Tensor, aux: Tensor, labels: Tensor) -> TrainBatch:
 def block_logits(
     head: DflashHead, embedding: Tensor, lm_head: Tensor, tokens: Tensor, aux: Tensor, anchor: int
 ) -> Tensor:
-    """What training computes behind token `anchor` [b - 1, V]."""
+    """What training computes behind token `anchor` [K, V]."""
     objective = BlockObjective(1, 4.0, 0)
     size, kind = len(tokens) + 8, torch.float32
     model = DflashModel(head, embedding, lm_head, objective, max_length=size, dtype=kind)
     batch = batch_of(tokens, aux, torch.tensor([anchor + 1]))
-    blocks = cut_blocks(batch, torch.tensor([0]), head.shape.block_size)
-    return torch.as_tensor(head.lm_head(model.draft(batch, blocks)[0, 1:]))
+    count, first = head.shape.predicted, head.shape.first
+    states = model.draft(batch, cut_blocks(batch, torch.tensor([0]), count + 1))[0, first:]
+    return head.proposing(states, tokens[anchor : anchor + count]) @ head.output_rows().T
 
 
 def check_training(

@@ -37,9 +37,9 @@ class Example(NamedTuple):
     scales: Tensor  # [K, L]
     draft_ids: Tensor  # [K, L]
 
-    def apply(self, loss: Loss) -> tuple[Tensor, Tensor]:
+    def apply(self, loss: Loss, overlaps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         teacher = Teacher(self.teacher_states, self.lm_head[self.columns])
-        inputs = self.states, self.weight, teacher, self.scales, self.draft_ids, loss
+        inputs = self.states, self.weight, teacher, self.scales, self.draft_ids, loss, overlaps
         return OutputLoss.apply(*inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -66,12 +66,14 @@ def test_loss_and_gradients_equal_autograd(
 ) -> None:
     monkeypatch.setattr("pipeline.learning.losses._CHUNK_LOGITS", chunk)
     monkeypatch.setattr("pipeline.learning.losses._PART_LOGITS", K * VD)
-    given = example()
-    value, hits = given.apply(loss)
+    given, overlaps = example(), torch.full((K, L), torch.nan, dtype=torch.float64)
+    value, hits = given.apply(loss, overlaps)
     logits = given.states @ given.weight.T
     p = (given.teacher_states @ given.lm_head[given.columns].T).softmax(-1)
     expected = (divergence_of(logits, p, loss) * given.scales).sum()
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    shared = torch.minimum(logits.detach().softmax(-1), p.detach()).sum(-1)
+    torch.testing.assert_close(overlaps, shared, rtol=1e-12, atol=1e-12)
     learned = given.states, given.weight
     gradients = [torch.autograd.grad(3 * one, learned) for one in (value, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
@@ -86,6 +88,7 @@ def test_losses_of_a_perfect_head() -> None:
     p = (given.teacher_states @ given.weight.detach().T).softmax(-1)
     entropy = float((-(p * p.log()).sum(-1) * given.scales).sum())  # the teacher's
     assert losses.pop("cross_entropy") == pytest.approx(entropy)
+    assert losses.pop("ce_tv") == pytest.approx(0.1 * entropy)
     assert losses == pytest.approx(dict.fromkeys(losses, 0), abs=1e-12)
 
 

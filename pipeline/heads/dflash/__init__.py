@@ -1,4 +1,5 @@
-"""The block drafter (DFlash, arXiv:2602.06036): one forward predicts all tokens of a block.
+"""Block drafters (DFlash, arXiv:2602.06036): one forward predicts all tokens of a block. DSpark
+(arXiv:2607.05147) is one whose tokens depend on each other: the same files, by its shape.
 
 shape.py        the module
 init.py         its first weights: copied from the target, and solved by least squares
@@ -10,32 +11,33 @@ checkpoint.py   directories, ours and other trainers'; speculators.py is the oth
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import TrainSection
+from pipeline.config import Section, TrainSection
 from pipeline.heads.algorithm import HeadAlgorithm, HeadSettings, ServeCommand
 from pipeline.planning.heads import BlockHeadSize
 
 if TYPE_CHECKING:
     from pipeline.heads.dflash.shape import DflashShape
 
-#: Keys of `train.dflash` that decide the shape, and its field.
-FIXED = {
-    "layers": "num_hidden_layers",
-    **{
-        name: name
-        for name in (
-            *("block_size", "draft_vocab_size", "target_lm_head", "intermediate_size"),
-            *("num_attention_heads", "num_key_value_heads", "mask_token_id"),
-        )
-    },
-}
+#: Keys that decide the shape and are called as its fields; those of `train.dspark` alone come last.
+_NAMES = (
+    *("block_size", "draft_vocab_size", "target_lm_head", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "mask_token_id", "markov_rank", "confidence"),
+)
+
+
+def fixed(section: Section) -> dict[str, str]:
+    """Keys of `train.dflash` or `train.dspark` that decide the shape, and its field."""
+    keys = type(section).model_fields
+    return {"layers": "num_hidden_layers", **{name: name for name in _NAMES if name in keys}}
 
 
 def _settings(section: TrainSection) -> HeadSettings:
-    head = section.dflash
+    head, key = section.block, f"train.{section.algorithm}"
     solved = head.init_layers == "least_squares"
-    return HeadSettings(head, "train.dflash", FIXED, head.max_share_of_target, solved)
+    return HeadSettings(head, key, fixed(head), head.max_share_of_target, solved)
 
 
 def _serve_command(
@@ -45,8 +47,9 @@ def _serve_command(
     del tree, tokens
     if format != "speculators":
         return None
-    chain = shape.block_size - 1
-    draft = {"method": "dflash", "model": "HEAD", "num_speculative_tokens": chain}
+    chain = shape.predicted
+    method = "dspark" if shape.markov_rank else "dflash"
+    draft = {"method": method, "model": "HEAD", "num_speculative_tokens": chain}
     command = f"vllm serve {target} --speculative-config '{json.dumps(draft)}'"
     return ServeCommand(command, chain, "")
 
@@ -72,4 +75,15 @@ ALGORITHM = HeadAlgorithm(
     },
     unread=_unread,
     serve_command=_serve_command,
+)
+
+
+#: One that has a Markov head.
+DSPARK = replace(
+    ALGORITHM,
+    name="dspark",
+    architecture="DSparkDraftModel",
+    owns=lambda shape: shape.markov_rank > 0,
+    describe=lambda _head: "a block drafter whose tokens depend on each other (DSpark)",
+    drafter_name="dspark",
 )

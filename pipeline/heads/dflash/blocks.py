@@ -26,13 +26,19 @@ The loss of an optimiser step with A anchors, blocks of size b and decay γ:
 
     loss = 1/M · Σ_anchors Σ_k exp(-(k - 1)/γ) D(teacher at a+k-1 , drafter at position k)
 
-for k = 1 … b-1 (arXiv:2602.06036: a first wrong token costs all after it). M is A. The teacher is
+for k = 1 … K (arXiv:2602.06036: a first wrong token costs all after it). M is A. The teacher is
 the target's distribution after the true tokens between, of which the drafter knows none: what it
 learns is their mean. D and the teacher's restriction to the draft vocabulary are those of
 `pipeline.heads.unrolled`.
 
-Shapes: N tokens, S labels, A anchors, b block size, K = b-1 positions, R labels that position k
-predicts and that give loss, H hidden size, V target and Vd draft vocabulary.
+Where the anchor predicts (DSpark), all of this stands one position to the left: K is b instead of
+b - 1, and position k - 1 predicts the label k tokens behind the anchor. With a Markov head the
+logits are biased by the true token before, the label at k - 1 or the anchor, and with a confidence
+output c the loss has, at the weight of D, the cross-entropy between c and the overlap Σ min(p, q)
+of teacher and drafter, of which no gradient is taken.
+
+Shapes: N tokens, S labels, A anchors, b block size, K positions that predict, R labels that one
+predicts and that give loss, H hidden size, r rank of the bias, V target and Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -97,15 +103,16 @@ class DflashModel(TrainedModel[DflashHead]):
         divisor is M over the number of micro-batches; the anchors of this one if it is alone.
         """
         drawn = draw_anchors(batch, self.objective.anchors, self.objective.seed)
-        blocks = cut_blocks(batch, drawn, self.head.shape.block_size)
-        states = self.draft(batch, blocks)  # [A, b, H]
-        return self._compare(
-            states, blocks, batch, self.counted(batch) if divisor is None else divisor
-        )
+        blocks = cut_blocks(batch, drawn, self.head.shape.predicted + 1)
+        head, divisor = self.computing(), self.counted(batch) if divisor is None else divisor
+        return self._compare(head, self._draft(head, batch, blocks), blocks, batch, divisor)
 
     def draft(self, batch: TrainBatch, blocks: Blocks) -> Tensor:
         """What lm_head reads at every position of the blocks [A, b, H]."""
-        head, size = self.computing(), self.head.shape.block_size
+        return self._draft(self.computing(), batch, blocks)
+
+    def _draft(self, head: DflashHead, batch: TrainBatch, blocks: Blocks) -> Tensor:
+        size = head.shape.block_size
         attend = BlockAttention(batch.lengths, blocks, size, self.rotary())
         tokens = head.block_tokens(batch.token_ids[blocks.anchors])  # [A, b]
         embedded = F.embedding(tokens.flatten(), self.embedding)
@@ -113,24 +120,33 @@ class DflashModel(TrainedModel[DflashHead]):
         return states.view(-1, size, states.shape[-1])
 
     def _compare(
-        self, states: Tensor, blocks: Blocks, batch: TrainBatch, divisor: float
+        self, head: DflashHead, states: Tensor, blocks: Blocks, batch: TrainBatch, divisor: float
     ) -> StepResult:
-        """Loss and accuracy of every position, one after the other."""
-        counted = self.giving_loss(batch)  # [S]
+        """Loss and accuracy of every position of `head`, which computes, one after the other."""
+        counted, output_rows = self.giving_loss(batch), self.head.output_rows()  # [S], [Vd, H + r]
         # The type of the scales, and of all sums.
         exact = torch.promote_types(batch.aux_states.dtype, torch.float32)
         loss, hits = torch.zeros((), dtype=exact, device=states.device), list[Tensor]()
         for k, labels in enumerate(blocks.labels.unbind(1)):  # [A]
             rows = ((labels >= 0) & counted[labels]).nonzero().flatten()  # [R]
-            weight = math.exp(-k / self.objective.decay) / divisor
+            weight, at = math.exp(-k / self.objective.decay) / divisor, batch.labels[labels[rows]]
+            read = head.proposing(states[rows, head.shape.first + k], batch.token_ids[at - 1])
+            weights = torch.full((1, len(rows)), weight, dtype=exact, device=states.device)
+            overlaps = None if head.confidence_head is None else torch.empty_like(weights)
             own_loss, own_hits = self.compare(
-                states[None, rows, k + 1],
+                read[None],
                 batch.teacher_states[labels[rows]],
-                batch.token_ids[batch.labels[labels[rows]]],
-                torch.full((1, len(rows)), weight, dtype=exact, device=states.device),
-                predicted=torch.ones(1, len(rows), dtype=torch.bool, device=states.device),
+                batch.token_ids[at],
+                weights,
+                torch.ones_like(weights, dtype=torch.bool),
+                output_rows,
+                overlaps,
             )
             loss = loss + own_loss
+            if head.confidence_head is not None and overlaps is not None:
+                odds = head.confidence_head.proj(read).to(exact).T  # [1, R]
+                unsure = F.binary_cross_entropy_with_logits(odds, overlaps, reduction="none")
+                loss = loss + (unsure * weights).sum()
             hits.append(own_hits)
         coarse_rows = count_coarse_rows(batch.trained(batch.aux_states), self.head.shape.aux_layers)
         return StepResult(loss, torch.cat(hits), (blocks.labels >= 0).sum(0), coarse_rows)
@@ -141,7 +157,7 @@ class Blocks(NamedTuple):
 
     anchors: Tensor  # int64 [A] flat positions, ascending
     positions: Tensor  # int64 [A] in their documents
-    labels: Tensor  # int64 [A, b-1] label that each position predicts, as its number; -1: none
+    labels: Tensor  # int64 [A, K] label that each position predicts, as its number; -1: none
 
 
 def draw_anchors(batch: TrainBatch, most: int, seed: int) -> Tensor:
@@ -157,13 +173,14 @@ def draw_anchors(batch: TrainBatch, most: int, seed: int) -> Tensor:
 
 
 def cut_blocks(batch: TrainBatch, drawn: Tensor, size: int) -> Blocks:
-    """The blocks of `size` b whose first predictions are the labels of the numbers `drawn` [A]."""
+    """The blocks whose first predictions are the labels of the numbers `drawn` [A]; each is of
+    `size` tokens, its anchor and K = size - 1 labels."""
     first = drawn.to(batch.labels.device)
     anchors, positions = batch.labels[first] - 1, batch.depths[first] - 1
     number_at = torch.full((batch.tokens + size,), -1, device=anchors.device)  # of labels
     number_at[batch.labels] = torch.arange(len(batch.labels), device=anchors.device)
     ahead = torch.arange(1, size, device=anchors.device)
-    labels = number_at[anchors[:, None] + ahead]  # [A, b-1]
+    labels = number_at[anchors[:, None] + ahead]  # [A, K]
     # A label of the next document is at another distance from the begin of its own.
     own = batch.depths[labels.clamp(min=0)] == positions[:, None] + ahead
     reached = ((labels >= 0) & own).cumprod(1).bool()
@@ -263,6 +280,6 @@ def trained_model(
     seed: int,
 ) -> DflashModel:
     """The head with its objective; embedding and lm_head [V, H] are the target's."""
-    settings, teacher = section.dflash, (section.loss, section.teacher_temperature)
+    settings, teacher = section.block, (section.loss, section.teacher_temperature)
     objective = BlockObjective(settings.anchors, settings.position_decay, seed, *teacher)
     return DflashModel(head, embedding, lm_head, objective, max_length=max_length, dtype=dtype)

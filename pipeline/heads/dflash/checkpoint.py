@@ -5,6 +5,9 @@
                        lm_head where dflash_config says target_lm_head
     eagle3.json        contract, provenance and metrics, as of every head
 
+DSpark's directory is the same, as DSparkDraftModel, with markov_head.markov_w1 and markov_w2 and
+confidence_head.proj, and with its fields at the top level, where servers read them.
+
 vLLM drafts with lm_head and d2t. SGLang and the authors' own code know no draft vocabulary: they
 take the target's lm_head, which is what a head trained with train_lm_head=false has, too; any other
 is not exported for SGLang. speculators.py is the other format.
@@ -39,7 +42,7 @@ from pipeline.heads.checkpoint import (
     read_tensors,
     write_files,
 )
-from pipeline.heads.dflash import ALGORITHM, speculators
+from pipeline.heads.dflash import ALGORITHM, DSPARK, speculators
 from pipeline.heads.dflash.shape import MOST_BLOCK, MOST_LAYERS, DflashHead, DflashShape
 from pipeline.heads.fields import (
     LAYER_FIELDS,
@@ -81,6 +84,25 @@ _READ = (
 )
 
 
+#: Of DSpark, in either place: fields of its shape, and what says that its head is of this kind.
+_RANK, _CONFIDENCE, _ANCHOR = "markov_rank", "enable_confidence_head", "sample_from_anchor"
+
+
+_DSPARK = {
+    "markov_head_type": "vanilla",
+    "confidence_head_with_markov": True,
+    "projector_type": "dspark",
+}
+
+
+_DSPARK_RULES = {
+    "markov_head_type": only("vanilla", reason="the bias is of the token before alone"),
+    "confidence_head_with_markov": only(True, reason="the confidence reads the token before"),
+    "projector_type": only("dspark", reason="the architecture is DSparkDraftModel"),
+    "attention_mode": only("gqa", reason="a layer is one of Qwen3"),
+}
+
+
 #: Of `dflash_config` alone: one window for all layers, and whether the block is causal in them.
 _WINDOW, _WINDOW_SIZE, _CAUSAL = "use_swa", "swa_window_size", "causal"
 
@@ -90,8 +112,10 @@ _SETTING_RULES = {
     "use_aux_hidden_state": only(True, reason="a block drafter reads aux states"),
     "attention_sink_bias": only(False, reason="attention has no sinks"),
     "attention_value_scale": only(1, reason="values are not scaled"),
-    "sample_from_anchor": only(False, reason="the root is a token of the target's"),
 }
+
+
+_PLAIN_RULES = {_ANCHOR: only(False, reason="the root is a token of the target's")}
 
 
 _RULES = {
@@ -116,8 +140,12 @@ def head_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
     """
     layers, causal = shape.num_hidden_layers, shape.causal_layers
     causality = {} if causal == shape.sliding_layers else {_CAUSAL: bool(causal)}
+    dspark: dict[str, Any] = {}
+    if shape.markov_rank:
+        dspark = {_RANK: shape.markov_rank, _CONFIDENCE: shape.confidence} | _DSPARK
+        dspark[_ANCHOR] = shape.anchor_predicts
     return {
-        "architectures": [ALGORITHM.architecture],
+        "architectures": [(DSPARK if dspark else ALGORITHM).architecture],
         **layer_config(shape),
         "model_type": "qwen3",
         "num_hidden_layers": layers,
@@ -126,7 +154,10 @@ def head_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
         "num_target_layers": contract.num_layers,
         "block_size": shape.block_size,
         "draft_vocab_size": shape.draft_vocab_size,
+        **({"mask_token_id": shape.mask_token_id, **dspark} if dspark else {}),
+        **({_LAYERS: list(contract.capture_layers)} if dspark else {}),
         _SETTINGS: {
+            **dspark,
             "block_size": shape.block_size,
             "mask_token_id": shape.mask_token_id,
             _LAYERS: list(contract.capture_layers),
@@ -156,9 +187,13 @@ def read_dflash_config(
     windows = WINDOW_FIELDS if sights["sliding_window"] else ()
     # First what says the most.
     body = {"model_type": body.get("model_type"), **body}
-    refuse_unknown(body, where, read=(*LAYER_FIELDS, *_READ, *windows), rules=_RULES)
-    inside = (*_READ, _WINDOW, _WINDOW_SIZE, _CAUSAL)
-    refuse_unknown(settings, where, read=inside, rules=_SETTING_RULES, prefix=f"{_SETTINGS}.")
+    biased = DSPARK.architecture in architectures_of(body, where)
+    own = (_RANK, _CONFIDENCE, _ANCHOR, "confidence_head_alpha") if biased else ()
+    rules = _DSPARK_RULES if biased else _PLAIN_RULES
+    read = (*LAYER_FIELDS, *_READ, *windows, *own)
+    refuse_unknown(body, where, read=read, rules={**_RULES, **(rules if biased else {})})
+    inside, rules = (*_READ, _WINDOW, _WINDOW_SIZE, _CAUSAL, *own), {**_SETTING_RULES, **rules}
+    refuse_unknown(settings, where, read=inside, rules=rules, prefix=f"{_SETTINGS}.")
     if has_rows and body.get("tie_word_embeddings"):
         problem = "tie_word_embeddings is True, and the weights hold an lm_head of their own"
         raise HeadError(problem, where=where, fix="write false, or use a head without lm_head")
@@ -167,6 +202,18 @@ def read_dflash_config(
     for name in ("block_size", "mask_token_id"):
         if (value := _one_of(body, settings, name, where)) is not None:
             fields[name] = value
+    if biased:
+        for name, field, default in (
+            (_RANK, "markov_rank", 0),
+            (_CONFIDENCE, "confidence", True),
+            (_ANCHOR, "anchor_predicts", True),
+        ):
+            value = _one_of(body, settings, name, where)
+            fields[field] = default if value is None else value
+            if type(fields[field]) is not type(default) or (name == _RANK and not value):
+                problem = f"lacks {name}" if value is None else f"{name} is {value!r}"
+                fix = "write what the head was trained with: a rank above 0, and true or false"
+                raise HeadError(problem, where=where, fix=fix)
     fields["rope_parameters"] = rope_parameters(body, where)
     if body.get("draft_vocab_size") is None and "vocab_size" in fields:
         fields["draft_vocab_size"] = fields["vocab_size"]
@@ -242,10 +289,10 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     The rows of an lm_head that it lacks are for the caller to fill (`lacks_rows`).
     """
     body, where = read_json(directory / CONFIG), f"{directory}/{CONFIG}"
-    dialect = "speculators" if body.get(MODEL_TYPE) == speculators.NAME else "dflash"
+    dialect = "speculators" if body.get(MODEL_TYPE) in [*speculators.KINDS] else "dflash"
     if dialect == "speculators":
         body = speculators.as_own_config(body, where)
-    elif ALGORITHM.architecture not in architectures_of(body, where):
+    elif not {ALGORITHM.architecture, DSPARK.architecture} & {*architectures_of(body, where)}:
         return None
     tensors = {name.removeprefix("model."): each for name, each in read_tensors(directory).items()}
     embedding = tensors.pop(_EMBEDDING, None)
@@ -269,4 +316,8 @@ def export(folder: Path, head: DflashHead, card: HeadCard, request: Export) -> N
         speculators.export_speculators(folder, head, card, request)
         return
     speculators.check_rows(head, request, "SGLang drafts with the target's")
+    if head.shape.markov_rank and head.shape.draft_vocab_size < head.shape.vocab_size:
+        problem = "the bias of a part of the vocabulary, which SGLang drafts with the whole of"
+        fix = "train with train.dspark.target_lm_head=true; for vLLM, use --format speculators"
+        raise HeadError(problem, where=f"--format {request.format}", fix=fix)
     write_files(folder, head_config(head.shape, card.contract), head.state_dict(), card)

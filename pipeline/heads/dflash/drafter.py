@@ -11,10 +11,19 @@ keys and values of the context states fc(aux i) at position i. A draft writes it
 The extension that follows overwrites what the block has left with the context of accepted tokens.
 A block is drafted whole, whatever the tree's depth: as it was trained, or, by `block_size`, with
 fewer masks, which is cheaper and a little less right, for every position sees all masks.
+
+With a Markov head (DSpark, arXiv:2607.05147) a position's logits depend on the token before it, so
+a beam goes over the positions, of which each is a product of rank r for every beam. With a
+confidence output, the score of what a position proposes after a token is multiplied by the
+confidence there: where the drafter is unsure, the tree ends and spends its nodes elsewhere. Below a
+threshold nothing is proposed.
+
+Shapes: B rows, b block size, D depths, k beams, H hidden size, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import groupby
 
@@ -22,12 +31,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import BlockDrafterSection, DrafterSection, TreeSection
+from pipeline.config import (
+    BlockDrafterSection,
+    DrafterSection,
+    DsparkDrafterSection,
+    TreeSection,
+)
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
-from pipeline.decoder.ops.draft import Candidates, join_marginals
+from pipeline.decoder.ops.draft import (
+    Candidates,
+    beam_depths,
+    candidate_parents,
+    join_marginals,
+)
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, Packed
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import ConfigError
@@ -42,10 +61,20 @@ class DflashDrafter(TreeDrafter):
     """One head, and a tree from each of its blocks. It keeps no state beside its planes."""
 
     def __init__(
-        self, head: DflashHead, model: DecoderModel, trees: Trees, *, block_size: int | None = None
+        self,
+        head: DflashHead,
+        model: DecoderModel,
+        trees: Trees,
+        *,
+        block_size: int | None = None,
+        confidence_weight: float = 1.0,
+        confidence_threshold: float = 0.0,
     ) -> None:
         """The head's weights are copied; the target's embedding, type, device and operations are
-        used. `block_size` tokens are drafted at a time, root included; None: as it was trained.
+        used. `block_size` tokens are drafted at a time, root included; None: as it was trained. The
+        confidence, where there is one, is taken to the power of `confidence_weight`; below
+        `confidence_threshold` a branch ends.
+
         Raises HeadError when head and target do not fit, ConfigError for a tree that is deeper than
         a block, or a block longer than the trained one.
         """
@@ -56,13 +85,16 @@ class DflashDrafter(TreeDrafter):
         trained = head.shape.block_size
         self.block_size = trained if block_size is None else block_size
         check_block(self.block_size, trained)
-        check_depth(self.depth, self.block_size)
+        check_depth(self.depth, self.block_size - head.shape.first)
+        self.confidence_weight = confidence_weight
+        self._least_odds = math.log(confidence_threshold / (1 - confidence_threshold) or 1e-300)
         # An extension writes an entry more than a tree is deep.
         self.lookahead = max(self.block_size, self.depth + 1)
         key = head.shape.num_key_value_heads, head.shape.head_dim
         self.planes = (PlaneShape(head.shape.num_hidden_layers, *key, model.dtype),)
         self._load(head, model)
-        #: Set to a list to record every draft's logits [B, steps, Vd] (tests, analysis).
+        #: Set to a list to record every draft's logits [B, steps, Vd], or with a Markov head those
+        #: of every depth [B, beams, Vd] (tests, analysis).
         self.trace: list[Tensor] | None = None
 
     def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
@@ -91,8 +123,12 @@ class DflashDrafter(TreeDrafter):
         for sight, layers, stack in self._stacks:
             metadata, plane = self._seen(whole, even, sight), planes.drafter[0][layers]
             normed, hidden, _ = self.ops.layers(stack, metadata, hidden, normed, plane)
-        proposing = normed.view(rows, block, -1)[:, 1 : shape.steps + 1].flatten(0, 1)
-        logits = self.ops.linear(proposing, self._lm_head)  # [B · steps, Vd]
+        first = self.shape.first
+        states = normed.view(rows, block, -1)[:, first : first + shape.steps]
+        logits = self.ops.linear(states.flatten(0, 1), self._lm_head)  # [B · steps, Vd]
+        if self.shape.markov_rank:
+            by_depth = states, logits.view(rows, shape.steps, -1)
+            return self._search(batch, *by_depth, self.shapes.beams(shape))
         if self.trace is not None:
             self.trace.append(logits.view(rows, shape.steps, -1))
         noise = batch.noise()
@@ -101,6 +137,51 @@ class DflashDrafter(TreeDrafter):
             logits = self.ops.perturb_drafts(logits, by_depth, self._target_ids)
         scores, ids = self.ops.propose(logits, self.shapes.beams(shape), self._target_ids)
         return join_marginals(*(each.view(rows, shape.steps, -1) for each in (scores, ids)))
+
+    def _search(self, batch: DecodeBatch, states: Tensor, logits: Tensor, k: int) -> Candidates:
+        """The k likeliest branches of every depth, and what each proposes next, of states [B, D, H]
+        and their logits [B, D, Vd] without the bias."""
+        rows, steps, _ = logits.shape
+        token, score = batch.roots[:, None], torch.zeros(rows, 1, device=logits.device)  # [B, n]
+        tokens, cumulative, chosen = list[Tensor](), list[Tensor](), list[Tensor]()
+        for depth in range(steps):
+            gained, proposed = self._propose(
+                batch, states[:, depth], logits[:, depth], token, depth, k
+            )
+            total = (score[:, :, None] + gained).flatten(1)  # [B, n · k]
+            tokens.append(proposed.flatten(1))
+            cumulative.append(total)
+            if depth == 0:
+                score, token = total, tokens[0]
+            elif depth < steps - 1:
+                best = torch.sort(total, dim=-1, descending=True, stable=True).indices[:, :k]
+                chosen.append(best)
+                score, token = total.gather(1, best), tokens[-1].gather(1, best)
+        parents, depths = candidate_parents(chosen, tokens, k), beam_depths(steps, k, logits.device)
+        return Candidates(torch.cat(tokens, 1), parents, torch.cat(cumulative, 1), depths)
+
+    def _propose(
+        self, batch: DecodeBatch, state: Tensor, logits: Tensor, before: Tensor, depth: int, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and target ids of the best k [B, n, k] at a position of state [B, H] and logits
+        [B, Vd], after each of the tokens `before` [B, n]."""
+        rows, beams = before.shape
+        latent = F.embedding(before, self._w1)  # [B, n, r]
+        bias = self.ops.linear(latent.flatten(0, 1), self._w2).view(rows, beams, -1)
+        logits = (logits[:, None] + bias).flatten(0, 1)  # [B · n, Vd]
+        if self.trace is not None:
+            self.trace.append(logits.view(rows, beams, -1))
+        if batch.noise is not None:
+            logits = self.ops.perturb_drafts(logits, batch.noise.deeper(depth), self._target_ids)
+        scores, ids = (
+            each.view(rows, beams, k) for each in self.ops.propose(logits, k, self._target_ids)
+        )
+        if self.shape.confidence:
+            read = torch.cat((state[:, None].expand(-1, beams, -1), latent), dim=-1)
+            odds = F.linear(read.float(), *self._confidence)  # [B, n, 1]
+            scores = scores + self.confidence_weight * F.logsigmoid(odds)
+            scores = scores.masked_fill(odds < self._least_odds, -torch.inf)
+        return scores, ids
 
     def _seen(self, whole: AttentionMetadata, rows: TokenRows, sight: Sight) -> AttentionMetadata:
         """Of a block that is `whole`, what layers of such a sight see."""
@@ -172,6 +253,12 @@ class DflashDrafter(TreeDrafter):
             self._lm_head = model.lm_head
         else:
             self._lm_head = ops.pack(stored(weights["lm_head.weight"], device))
+        if shape.markov_rank:
+            self._w1 = weights["markov_head.markov_w1.weight"].to(device, self.dtype)
+            self._w2 = ops.pack(stored(weights["markov_head.markov_w2.weight"], device))
+        if shape.confidence:
+            pair = (weights[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
+            self._confidence = tuple(each.to(device, torch.float32) for each in pair)
         self._target_ids, self._embedding = head.target_ids().to(device), model.embedding
         self._masks = torch.full((1, self.block_size - 1), shape.mask_token_id, device=device)
         length = model.max_length + HEADROOM
@@ -183,15 +270,15 @@ def check_block(block_size: int, trained: int) -> None:
     """Raise ConfigError for a block that the head was not trained to draft."""
     if block_size > trained:
         problem = f"{block_size} is more than the {trained} tokens of the blocks it was trained on"
-        fix = f"choose at most {trained}, or train with a larger train.dflash.block_size"
+        fix = f"choose at most {trained}, or train with a larger block_size"
         raise ConfigError(problem, where="drafter.block_size", fix=fix)
 
 
-def check_depth(depth: int, block_size: int) -> None:
+def check_depth(depth: int, predicted: int) -> None:
     """Raise ConfigError for a tree that is deeper than a block has tokens to predict."""
-    if depth >= block_size:
-        problem = f"{depth} is more than the {block_size - 1} tokens that a block predicts"
-        fix = f"choose at most {block_size - 1}, or train with a larger train.dflash.block_size"
+    if depth > predicted:
+        problem = f"{depth} is more than the {predicted} tokens that a block predicts"
+        fix = f"choose at most {predicted}, or train with a larger block_size"
         raise ConfigError(problem, where="tree.steps", fix=fix)
 
 
@@ -204,14 +291,16 @@ def drafter_factory(
     section: DrafterSection, head: DflashHead, model: DecoderModel
 ) -> DrafterFactory:
     """With the block of `section`, or with all that are worth a try, the trained one first."""
-    block_size = section.settings(BlockDrafterSection).block_size
+    kind = DsparkDrafterSection if head.shape.markov_rank else BlockDrafterSection
+    chosen = section.settings(kind).model_dump(exclude={"block_size"})  # beside the block
+    block_size = section.settings(kind).block_size
     trained = head.shape.block_size
 
     def of(size: int, choices: tuple[DrafterFactory, ...] = ()) -> DrafterFactory:
         def make(trees: Trees) -> Drafter:
-            return DflashDrafter(head, model, trees, block_size=size)
+            return DflashDrafter(head, model, trees, block_size=size, **chosen)
 
-        depths, settings = tuple(range(1, size)), {"block_size": size}
+        depths, settings = tuple(range(1, size + 1 - head.shape.first)), {"block_size": size}
         return DrafterFactory(make, depths, settings=settings, choices=choices)
 
     if block_size is not None:

@@ -37,7 +37,7 @@ from pipeline.config import TrainSection
 from pipeline.console import notice
 from pipeline.errors import ConfigError
 from pipeline.heads.algorithm import check_fixed
-from pipeline.heads.dflash import ALGORITHM, FIXED
+from pipeline.heads.dflash import ALGORITHM, fixed
 from pipeline.heads.dflash.blocks import BlockAttention, cut_blocks, draw_anchors
 from pipeline.heads.dflash.shape import BlockLayer, BlockQkv, ContextKeys, DflashHead, DflashShape
 from pipeline.heads.init import (
@@ -69,17 +69,17 @@ def choose_shape(
     from transformers import AutoConfig
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
-    settings = section.dflash
-    sizes = {name: getattr(settings, name) for name in FIXED}
+    settings, where = section.block, f"train.{section.algorithm}"
+    sizes = {name: getattr(settings, name) for name in fixed(settings)}
     shape = dflash_shape_for(target, **sizes, aux_layers=len(contract.capture_layers))
-    check_sizes(shape, "train.dflash")
+    check_sizes(shape, where)
     for key, value, most, what in (
         ("mask_token_id", shape.mask_token_id, contract.vocab_size - 1, "token"),
         ("layers", settings.layers, contract.num_layers, "number of layers"),
     ):
         if value > most:
             problem = f"{value} is above the target's last {what}, {most}"
-            raise ConfigError(problem, where=f"train.dflash.{key}", fix=f"choose at most {most}")
+            raise ConfigError(problem, where=f"{where}.{key}", fix=f"choose at most {most}")
     return shape
 
 
@@ -106,9 +106,10 @@ def new_head(
     init_lm_head(head, weights.lm_head(), weights.final_norm())
     output = "output rows, which it keeps, and norm" if shape.target_lm_head else "lm_head and norm"
     copied = ["fc: identity on the high layer", output]
-    if section.dflash.init_layers != "random":
+    if section.block.init_layers != "random":
         last = range(num_layers - shape.num_hidden_layers, num_layers)
         copied += copy_layers(head, [weights.layer(index) for index in last])
+    copied += _blank_outputs(head, weights.embedding())
     notice("train", f"head starts from the target's {', '.join(copied)}; all else is random")
     return head
 
@@ -121,8 +122,8 @@ def init_least_squares(
         head,
         target.weights.embedding().to(target.device),
         batches(labels_needed(head.shape.hidden_size)),
-        anchors=section.dflash.anchors,
-        decay=section.dflash.position_decay,
+        anchors=section.block.anchors,
+        decay=section.block.position_decay,
         seed=seed,
     )
     first = f"{fit.explained:.0%} of the target's states explained at position 1"
@@ -144,11 +145,14 @@ def dflash_shape_for(
     num_attention_heads: int | None,
     num_key_value_heads: int | None,
     target_lm_head: bool = False,
+    markov_rank: int = 0,
+    confidence: bool = False,
     aux_layers: int = 3,
 ) -> DflashShape:
     """A drafter for a transformers target configuration; None takes the target's own value.
 
     With the target's own rows it proposes the whole vocabulary, whatever `draft_vocab_size` is.
+    With a Markov head the anchor predicts, as DSpark's does.
     """
     if target_lm_head:
         draft_vocab_size = int(target_config.vocab_size)
@@ -162,9 +166,33 @@ def dflash_shape_for(
         num_hidden_layers=layers,
         block_size=block_size,
         target_lm_head=target_lm_head,
+        anchor_predicts=markov_rank > 0,
+        markov_rank=markov_rank,
+        confidence=confidence,
         aux_layers=aux_layers,
         mask_token_id=_unused_token(target_config) if mask_token_id is None else mask_token_id,
     )
+
+
+@torch.no_grad()
+def _blank_outputs(head: DflashHead, embedding: Tensor) -> list[str]:
+    """Begin a bias and a confidence that say nothing yet; → what was copied.
+
+    Tokens of like embeddings [V, H] begin with like rows of w1: those are the embeddings in their
+    largest directions, of mean square one, so that a step of Adam on w2 moves the bias.
+    """
+    if head.confidence_head is not None:
+        head.confidence_head.proj.weight.zero_()
+        head.confidence_head.proj.bias.zero_()
+    if head.markov_head is None:
+        return []
+    embedding = embedding.float()
+    values, vectors = torch.linalg.eigh(embedding.T @ embedding / len(embedding))
+    count = min(head.shape.markov_rank, len(values))
+    largest = vectors[:, -count:] / values[-count:].clamp(min=1e-12).sqrt()
+    head.markov_head.markov_w1.weight[:, :count] = embedding @ largest
+    head.markov_head.markov_w2.weight.zero_()
+    return [f"markov_w1: {count} directions of the embedding"]
 
 
 def _unused_token(target_config: Any) -> int:
@@ -313,8 +341,10 @@ def _point_attention(
     slow = (pair >= half - quarter).float()
     fast = 1 - slow
     rotary = RotaryTable(shape.rope_config(), 3, device=mask.device, dtype=torch.float32)
-    # Turned so that the score is largest two positions back: the last entry, seen from position 1.
-    cos, sin = rotary.cos[2, :half], rotary.sin[2, :half]
+    # Turned so that the score is largest for the last entry, seen from the first position that
+    # predicts: two positions back from position 1, one from the root's.
+    back = 1 + shape.first
+    cos, sin = rotary.cos[back, :half], rotary.sin[back, :half]
     nearest = fast * (1 + 3.0 * (pair < quarter))  # the fast pairs tell neighbours apart
     recent = fast * (pair >= half // 5)
     zero = torch.zeros_like(slow)
@@ -327,6 +357,8 @@ def _point_attention(
     own.k_proj.weight.copy_(key.repeat(shape.num_key_value_heads, 1))
     shared = shape.num_attention_heads // shape.num_key_value_heads
     read = mask / mask.square().sum()
+    if shape.anchor_predicts:  # the root asks as the masks do; a norm takes the size away
+        read = _direction(torch.cat((tokens, mask.expand_as(tokens))), context)
     every = [
         queries[(index % shared if shared > 1 else index) % len(queries)]
         for index in range(shape.num_attention_heads)
@@ -375,7 +407,8 @@ def _choose_values(
 
 class _MixedRows:
     """Regressors: what attention gives at every position that a label is predicted at [R, Q d]; and
-    y without the mask's embedding [R, H]. Rows are weighed as the loss weighs them."""
+    y without the embedding that the position begins as [R, H]. Rows are weighed as the loss weighs
+    them."""
 
     def __init__(
         self,
@@ -391,16 +424,18 @@ class _MixedRows:
     def __call__(self, stored: TrainBatch) -> tuple[Tensor, Tensor]:
         batch, head = stored.to(self._embedding.device, torch.float32), self._head
         size = head.shape.block_size
-        blocks = cut_blocks(batch, draw_anchors(batch, self._anchors, self._seed), size)
+        first, reach = head.shape.first, head.shape.predicted + 1
+        blocks = cut_blocks(batch, draw_anchors(batch, self._anchors, self._seed), reach)
         rotary = RotaryTable(
             head.shape.rope_config(),
-            max(batch.lengths) + size,
+            max(batch.lengths) + reach,
             device=self._embedding.device,
             dtype=torch.float32,
         )
         attention = BlockAttention(batch.lengths, blocks, size, rotary)
         tokens = head.block_tokens(batch.token_ids[blocks.anchors])  # [A, b]
-        normed = self._layer.input_layernorm(F.embedding(tokens.flatten(), self._embedding))
+        embedded = F.embedding(tokens, self._embedding)  # [A, b, H]
+        normed = self._layer.input_layernorm(embedded.flatten(0, 1))
         own = self._layer.self_attn
         block = BlockQkv(own.project_query(normed), *own.project_keys(normed))
         context = ContextKeys(*own.project_keys(head.context(batch.aux_states)))
@@ -409,9 +444,9 @@ class _MixedRows:
             .flatten(1)
             .view(-1, size, own.o_proj.in_features)
         )
-        predicted = blocks.labels >= 0  # [A, b-1]
-        position = torch.arange(size - 1, device=predicted.device)
+        predicted = blocks.labels >= 0  # [A, K]
+        position = torch.arange(reach - 1, device=predicted.device)
         weight = torch.exp(-0.5 * position / self._decay).expand(len(tokens), -1)[predicted]
         y = batch.teacher_states[blocks.labels[predicted]] * self._inverse
-        residual = y - self._embedding[head.shape.mask_token_id]
-        return mixed[:, 1:][predicted] * weight[:, None], residual * weight[:, None]
+        residual = y - embedded[:, first:][predicted]
+        return mixed[:, first:][predicted] * weight[:, None], residual * weight[:, None]

@@ -15,8 +15,17 @@ k of each head pass norms before rotary embedding. The mask is the embedding of 
 embeddings are the target's. A head for a part of the vocabulary carries its lm_head, d2t and t2d,
 as vLLM reads them beside the layers; one with `target_lm_head` uses the target's rows instead.
 
+DSpark (arXiv:2607.05147) is the same module whose positions predict the token after their own, the
+root's the first, and whose tokens depend on each other: the token before a position adds a bias of
+low rank r to its logits, so that what is chosen at one position decides what is likely at the next.
+
+    position         0      1      2    …  b-1
+    block           root   mask   mask  …  mask ── layers, norm ──► h
+    predicts         t1     t2     t3   …   tb      logits = lm_head h + w2 w1[t before]
+                                                    confidence = sigmoid(proj [h ; w1[t before]])
+
 Shapes: L aux layers, N context entries, T block tokens, b block size, H hidden size, Q query heads,
-G key/value heads, d head size.
+G key/value heads, d head size, V target and Vd draft vocabulary, r rank of the bias.
 """
 
 from __future__ import annotations
@@ -35,6 +44,9 @@ MOST_BLOCK = 16
 
 
 MOST_LAYERS = 256
+
+
+MOST_RANK = 4096
 
 
 class BlockQkv(NamedTuple):
@@ -74,6 +86,19 @@ class DflashShape(DraftShape):
     sliding_layers: tuple[int, ...] = ()
     causal_layers: tuple[int, ...] = ()
     target_lm_head: bool = False  # logits by the target's rows, of its whole vocabulary
+    anchor_predicts: bool = False  # the root's position predicts the token after it
+    markov_rank: int = Field(0, ge=0, le=MOST_RANK)  # r; 0: no bias by the token before
+    confidence: bool = False
+
+    @property
+    def first(self) -> int:
+        """The position of a block that predicts the token after the root."""
+        return int(not self.anchor_predicts)
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - self.first
 
     def sight(self, layer: int) -> Sight:
         """Of one of the layers."""
@@ -101,6 +126,23 @@ class BlockLayer(nn.Module):
         return torch.as_tensor(hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
+class MarkovHead(nn.Module):
+    """A bias of logits by the token before: the product of two matrices."""
+
+    def __init__(self, shape: DflashShape) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(shape.vocab_size, shape.markov_rank)
+        self.markov_w2 = nn.Linear(shape.markov_rank, shape.draft_vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """The log-odds of the share of a position's proposals that will be accepted."""
+
+    def __init__(self, shape: DflashShape) -> None:
+        super().__init__()
+        self.proj = nn.Linear(shape.hidden_size + shape.markov_rank, 1)
+
+
 class DflashHead(DraftingHead):
     """Parameters and maths of the block drafter."""
 
@@ -115,11 +157,26 @@ class DflashHead(DraftingHead):
             BlockLayer(shape, shape.sight(number)) for number in range(shape.num_hidden_layers)
         )
         self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.markov_head = MarkovHead(shape) if shape.markov_rank else None
+        self.confidence_head = ConfidenceHead(shape) if shape.confidence else None
         self._add_vocabulary(shape, borrowed=shape.target_lm_head)
 
     def context(self, aux_states: Tensor) -> Tensor:
         """Aux states [N, L · H] → what every layer's keys and values of the context read [N, H]."""
         return torch.as_tensor(self.hidden_norm(self.fc(aux_states)))
+
+    def proposing(self, states: Tensor, previous: Tensor) -> Tensor:
+        """What `output_rows` and the confidence read [R, H + r]: outputs [R, H], and w1 of the
+        tokens before what they predict [R]."""
+        if self.markov_head is None:
+            return states
+        return torch.cat((states, self.markov_head.markov_w1(previous)), dim=-1)
+
+    def output_rows(self) -> Tensor:
+        """lm_head and w2 side by side [Vd, H + r]: logits are their products with `proposing`."""
+        if self.markov_head is None:
+            return self.lm_head.weight
+        return torch.cat((self.lm_head.weight, self.markov_head.markov_w2.weight), dim=-1)
 
     def run(self, embedded: Tensor, context: Tensor, attend: AttendBlocks) -> Tensor:
         """Block embeddings [T, H], context [N, H] → what `lm_head` reads [T, H]."""

@@ -1,4 +1,4 @@
-"""The dialect of speculators 0.9 and, through it, vLLM: speculators_model_type `dflash`.
+"""The dialect of speculators 0.9 and, through it, vLLM: `dflash` or `dspark`.
 
 Tensors are those of our directory; over the whole vocabulary there is no map, and lm_head is the
 target's. Both readers take the target's embedding.
@@ -32,7 +32,8 @@ from pipeline.heads.speculators import (
     drafting_section,
 )
 
-NAME = "dflash"
+#: speculators_model_type → the architecture in a config.json of ours.
+KINDS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 
 
 #: Ids of the layers that the states enter: one higher than output indices.
@@ -45,8 +46,20 @@ _READ = (
 )
 
 
+#: Of DSpark alone. Where `sample_from_anchor` is not said, speculators takes true and vLLM false.
+_ANCHOR = "sample_from_anchor"
+_BIASED = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+
+
+_PLAIN = {_ANCHOR: only(False, reason="the root is a token of the target's")}
+
+
 _RULES = {
-    "sample_from_anchor": only(False, reason="the root is a token of the target's"),
     # speculators asks it of sliding layers, which are refused; vLLM of every layer.
     "sliding_window_non_causal": only(True, False, reason="it is true or false"),
     "aux_layer_convention": only(_CONVENTION, reason="ids are read as layers that a state enters"),
@@ -55,7 +68,7 @@ _RULES = {
 }
 
 
-_ALGORITHM = {"algorithm": only(NAME, reason="the head is a block drafter")}
+_ALGORITHM = {"algorithm": only(*KINDS, reason="the head is a block drafter")}
 
 
 def export_speculators(folder: Path, head: DflashHead, card: HeadCard, request: Export) -> None:
@@ -68,22 +81,25 @@ def export_speculators(folder: Path, head: DflashHead, card: HeadCard, request: 
         check_rows(head, request, "speculators takes the target's for a whole vocabulary")
         for name in (*MAPS, "lm_head.weight"):
             tensors.pop(name, None)
-    layers = shape.num_hidden_layers
+    layers, biased = shape.num_hidden_layers, shape.markov_rank > 0
+    name = "dspark" if biased else "dflash"
+    values = shape.markov_rank, "vanilla", shape.confidence, True
     config = {
-        "architectures": ["DFlashSpeculator"],
-        MODEL_TYPE: NAME,
+        "architectures": ["DSparkSpeculator" if biased else "DFlashSpeculator"],
+        MODEL_TYPE: name,
+        **(dict(zip(_BIASED, values, strict=True)) if biased else {}),
         "draft_vocab_size": shape.draft_vocab_size,
         "block_size": shape.block_size,
         "mask_token_id": shape.mask_token_id,
         _LAYERS: [layer + 1 for layer in card.contract.capture_layers],
         "aux_layer_convention": _CONVENTION,
-        "sample_from_anchor": False,
+        _ANCHOR: shape.anchor_predicts,
         # vLLM takes false for a causal block in every layer, of whatever kind.
         "sliding_window_non_causal": True,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
-        SETTINGS: drafting_section(NAME, shape.block_size - 1, target, request),
+        SETTINGS: drafting_section(name, shape.predicted, target, request),
         LAYER: {
             **layer_config(shape),
             "model_type": "qwen3",
@@ -116,8 +132,16 @@ def as_own_config(body: dict[str, Any], where: str) -> dict[str, Any]:
     layer, settings = section(body, LAYER, where), section(body, SETTINGS, where)
     check_layer_types(layer, where, prefix=f"{LAYER}.")
     sizes = {"hidden_size": layer.get("hidden_size"), **body}
-    refuse_unknown(sizes, where, read=(*_READ, "hidden_size"), rules=_RULES)
+    biased = body.get(MODEL_TYPE) == "dspark"
+    also = (*_BIASED, _ANCHOR) if biased else ()
+    rules = _RULES if biased else {**_RULES, **_PLAIN}
+    refuse_unknown(sizes, where, read=(*_READ, "hidden_size", *also), rules=rules)
+    if biased and not isinstance(body.get(_ANCHOR), bool):
+        fix = "write true where every position of a block predicts, else false"
+        raise HeadError(f"lacks {_ANCHOR}", where=where, fix=fix)
     refuse_unknown(settings, where, read=HOW_TO_DRAFT, rules=_ALGORITHM, prefix=f"{SETTINGS}.")
     ids = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
-    own = {name: body.get(name) for name in ("draft_vocab_size", "block_size", "mask_token_id")}
+    names = ("draft_vocab_size", "block_size", "mask_token_id", *also)
+    own = {name: body.get(name) for name in names}
+    own["architectures"] = [KINDS[body[MODEL_TYPE]]]
     return {**layer, **own, "target_layer_ids": list(ids or ())}
