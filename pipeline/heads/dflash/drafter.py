@@ -171,8 +171,9 @@ class DflashDrafter(TreeDrafter):
         logits = (logits[:, None] + bias).flatten(0, 1)  # [B · n, Vd]
         if self.trace is not None:
             self.trace.append(logits.view(rows, beams, -1))
-        if batch.noise is not None:
-            logits = self.ops.perturb_drafts(logits, batch.noise.deeper(depth), self._target_ids)
+        noise = batch.noise()
+        if noise is not None:
+            logits = self.ops.perturb_drafts(logits, noise.deeper(depth), self._target_ids)
         scores, ids = (
             each.view(rows, beams, k) for each in self.ops.propose(logits, k, self._target_ids)
         )
