@@ -29,10 +29,17 @@ from pipeline.decoder.request import Request, Statistics
 from pipeline.errors import StageConflict, TargetError
 from pipeline.heads.registry import algorithm_of, load_head
 from pipeline.prompts import balanced, load_prompts
-from pipeline.records import Prompt, Stage, digest
+from pipeline.records import Manifest, Prompt, Stage, digest
 from pipeline.runtime import run_side_by_side
 from pipeline.serve_eval.questions import first_question
-from pipeline.store.manifest import Begin, find_manifest, read_begin, read_manifest, stage_location
+from pipeline.store.manifest import (
+    Awaited,
+    Begin,
+    find_manifest,
+    read_begin,
+    read_manifest,
+    stage_location,
+)
 from pipeline.target.arithmetic import pick_device
 from pipeline.target.open import open_target
 
@@ -193,7 +200,12 @@ def _changes(config: RunConfig, folder: Path, stage: Stage) -> dict[str, tuple[s
     if begun is None:
         return None
     above: dict[Stage, Stage] = {"features": "synth", "train": "features"}
-    parent = find_manifest(str(folder), above[stage]) if stage in above else None
+    parent: Manifest | Awaited | None = None
+    if stage == "train" and config.train.follow:  # it begins before its states are all there
+        states = read_begin(stage_location(str(folder), "features"))
+        parent = None if states is None else Awaited.of(states)
+    elif stage in above:
+        parent = find_manifest(str(folder), above[stage])
     return begun.changes(Begin.of(config, stage, parent, {}), config)
 
 

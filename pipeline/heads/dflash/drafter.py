@@ -133,8 +133,8 @@ class DflashDrafter(TreeDrafter):
             self.trace.append(logits.view(rows, shape.steps, -1))
         noise = batch.noise()
         if noise is not None:
-            by_depth = noise.by_depth(shape.steps)
-            logits = self.ops.perturb_drafts(logits, by_depth, self._target_ids)
+            noise = noise.by_depth(shape.steps)
+            logits = self.ops.perturb_drafts(logits, noise, self._target_ids)
         scores, ids = self.ops.propose(logits, self.shapes.beams(shape), self._target_ids)
         return join_marginals(*(each.view(rows, shape.steps, -1) for each in (scores, ids)))
 
