@@ -30,6 +30,11 @@ class Eagle3DrafterSection(Section):
     """Recent positions that the head attends to, in whole pages of 64 beside the first page: beyond
     its training length a head keeps its acceptance so. None: as it was trained."""
 
+    weights: Literal["stored", "fp8"] = "stored"
+    """fp8: the head's matrices are rounded to float8 (e4m3, a scale for each row), half the bytes
+    of a draft on a GPU; drafts are a little other, replies are not. CPUs compute with the rounded
+    numbers."""
+
 
 class BlockDrafterSection(Section):
     """Drafting with a block drafter."""

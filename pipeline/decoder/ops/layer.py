@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 #: Cache entries in a page. One page of one head is the block that an attention kernel loads at
@@ -13,6 +14,34 @@ PAGE = 64
 
 #: A weight as a backend wants it; only that backend's `linear` looks inside.
 Packed: TypeAlias = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Rows:
+    """A weight [out, in] in float8 (e4m3), each row times its scale."""
+
+    values: Tensor  # [out, in] uint8, the bytes of float8_e4m3fn
+    scales: Tensor  # [out] float32
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Float8Rows:
+        """Each row's largest number becomes float8's."""
+        wide = weight.float()
+        most = torch.finfo(torch.float8_e4m3fn).max
+        scales = (wide.abs().amax(1) / most).clamp(min=torch.finfo(torch.float32).tiny)
+        values = (wide / scales[:, None]).to(torch.float8_e4m3fn)
+        return cls(values.view(torch.uint8), scales)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]: what the bytes say."""
+        return self.values.view(torch.float8_e4m3fn).to(dtype)
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]: what it holds."""
+        return (self.numbers(torch.float32) * self.scales[:, None]).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

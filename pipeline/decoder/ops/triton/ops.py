@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.decoder.ops.layer import (
     PAGE,
     AttentionMetadata,
+    Float8Rows,
     LayerStack,
     LayerWeights,
     Packed,
@@ -44,6 +45,7 @@ from pipeline.decoder.ops.triton.logits import (
 from pipeline.decoder.ops.triton.products import (
     add_product_kernel,
     gated_product_kernel,
+    product_kernel,
     project_heads_kernel,
 )
 from pipeline.decoder.ops.triton.tree import grow_tree_kernel, select_beams_kernel, verify_kernel
@@ -109,6 +111,22 @@ class TritonOps(Launcher):
         outputs = 2 * PRODUCT_PROGRAMS * max(2 * HALF_ROWS, size)
         product = 4 * outputs * min(rows * query_len, MOST_FUSED) + 4 * ARRIVALS
         return attention + product + drawn * CAPACITY * self.dtype.itemsize
+
+    def pack_float8(self, weight: Tensor) -> Packed:
+        return Float8Rows.of(weight)
+
+    def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, Float8Rows):
+            return super().linear(x, weight, bias)
+        if len(x) > MOST_FUSED or len(weight) % 2:
+            # The bytes' numbers are exact in any type; scales multiply the sums, as in the kernel.
+            sums = super().linear(x, weight.numbers(self.dtype)).float() * weight.scales
+            return (sums if bias is None else sums + bias).to(self.dtype)
+        out = x.new_empty(len(x), len(weight))
+        blocks = -(-len(weight) // (2 * HALF_ROWS))
+        where = 0.0, blocks, HALF_ROWS, (out,)
+        self._product(product_kernel, x, weight, bias, *where, OUTPUTS=len(weight))
+        return out
 
     def layers(
         self,
@@ -204,13 +222,15 @@ class TritonOps(Launcher):
         `own` are the arguments that are this kernel's alone."""
         held, gain, squares = x if isinstance(x, Normed) else (x.contiguous(),) * 3
         (tokens, size), narrow = held.shape, held.dtype != torch.float32
-        step = 64 if narrow else 32
+        rounded = isinstance(weight, Float8Rows)
+        step = (128 if rounded else 64) if narrow else 32
         block = power_of_two(tokens, 16)
         splits = splits_of(blocks, -(-size // step), size // (SPLIT_INPUTS * block))
         parts = squares.shape[1] if isinstance(x, Normed) else 0
         left = (blocks, splits, tokens, 2 * half) if splits > 1 else (0,)
         partial = held.new_empty(left, dtype=torch.float32)
-        inputs = held, gain, squares, weight, held if bias is None else bias
+        stored, scales = (weight.values, weight.scales) if rounded else (weight, held)
+        inputs = held, gain, squares, stored, scales, held if bias is None else bias
         self._launch(
             kernel,
             (blocks, splits),
@@ -229,6 +249,7 @@ class TritonOps(Launcher):
             PARTS=parts,
             PARTS_BLOCK=power_of_two(parts) if parts else 1,
             BIASED=bias is not None,
+            SCALED=rounded,
             WIDEN=INTERPRETED,
         )
 
