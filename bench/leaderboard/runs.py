@@ -1,7 +1,8 @@
 """One cell of the leaderboard: a head of a row, a budget and a seed, and what it accepts.
 
     runs/leaderboard/data/<number>/{synth,features}    what rows with the same data share
-                     <row>/<budget>-<seed>/{synth,features} ─► those
+                     <row>/<budget>-<seed>/{synth,features} ─► those; features of its own where
+                                                       training follows, and so deletes states
                                            train/      a run like any other
                                            result.json rounds and tokens of each prompt
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from bench.leaderboard.experiment import Experiment, configured
 from bench.leaderboard.results import CellResult, PromptResult
 from bench.report import ROOT, commit, processor
-from pipeline.config import RunConfig, SourceSpec, TreeSection, prepare_process
+from pipeline.config import RunConfig, SourceSpec, TreeSection, load, prepare_process
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics
@@ -29,6 +30,7 @@ from pipeline.errors import StageConflict, TargetError
 from pipeline.heads.registry import algorithm_of, load_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Stage, digest
+from pipeline.runtime import run_side_by_side
 from pipeline.serve_eval.questions import first_question
 from pipeline.store.manifest import Begin, find_manifest, read_begin, read_manifest, stage_location
 from pipeline.target.arithmetic import pick_device
@@ -92,7 +94,7 @@ class Bench:
         config = configured(self._base, experiment, self._common)
         data = self._data(config)
         overrides = [*experiment.overrides(), *self._common, f"run.uri={data}"]
-        stages: tuple[Stage, ...] = ("synth", "features")
+        stages: tuple[Stage, ...] = ("synth",) if config.train.follow else ("synth", "features")
         for stage in stages:
             if find_manifest(str(data), stage) is None:
                 self._run(stage, overrides)
@@ -116,10 +118,13 @@ class Bench:
         return fresh
 
     def _run(self, stage: Stage, overrides: Sequence[str]) -> float:
-        """A stage as a process of its own; → CPU-hours."""
+        """A stage as a process of its own, features beside a training that follows; → CPU-hours."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "pipeline.cli", stage, "-c", str(self._base), *overrides]
-        if code := subprocess.run(command, cwd=ROOT).returncode:
+        config = load(self._base, overrides)
+        if stage == "train" and config.train.follow:
+            run_side_by_side(config, ("features", stage))
+        elif code := subprocess.run(command, cwd=ROOT).returncode:
             raise SystemExit(code)  # it has said why
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) / 3600

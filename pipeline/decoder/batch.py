@@ -7,13 +7,16 @@ else a former request left in it has no effect on anyone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.draft import DraftNoise
+from pipeline.decoder.ops.draws import DRAFT_NOISE, DRAFT_TEMPERATURE
 from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.ops.tree import SamplingTensors, VerifyOutput
 
@@ -69,6 +72,7 @@ class DecodeBatch:
     emitted: Tensor  # [S, E] tokens of the last round
     counts: Tensor  # [S] how many of them
     proposed: Tensor  # [S, 2] nodes that the round drafted, and the depth of the deepest
+    sampled: bool = False  # some row may have a temperature; a round says so to its drafter
 
     @classmethod
     def empty(
@@ -111,16 +115,29 @@ class DecodeBatch:
     def sampling(self) -> SamplingTensors:
         return SamplingTensors(self.temperature, self.top_p, self.top_k, self.seeds)
 
+    @property
+    def noise(self) -> DraftNoise | None:
+        """What drafts after the roots draw with; None where all rows are greedy."""
+        if not self.sampled:
+            return None
+        temperature = DRAFT_TEMPERATURE * self.temperature
+        return DraftNoise(temperature, self.seeds, self.seq_lens + 1, DRAFT_NOISE)
+
+    @property
+    def _tensors(self) -> dict[str, Any]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if isinstance(value, Tensor)}
+
     def rows(self, first: int, last: int) -> DecodeBatch:
         """Rows first … last-1 as a batch that shares this one's memory."""
         if (first, last) == (0, len(self)):
             return self
-        return DecodeBatch(*(getattr(self, field.name)[first:last] for field in fields(self)))
+        return replace(self, **{name: each[first:last] for name, each in self._tensors.items()})
 
     def copy_rows(self, first: int, other: DecodeBatch) -> None:
         """Overwrite rows from `first` on with all rows of `other`, which are not among them."""
-        for field in fields(self):
-            getattr(self, field.name)[first : first + len(other)] = getattr(other, field.name)
+        for name, each in self._tensors.items():
+            each[first : first + len(other)] = getattr(other, name)
 
     def open(
         self,

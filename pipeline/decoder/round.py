@@ -47,7 +47,8 @@ def decode_round(
     if drafter is None or shape is None:
         tree, depth, proposed = root_only(batch.roots), 0, None
     else:
-        tree, proposed = draft_tree(model.ops, drafter, batch, planes, shape)
+        drafted = replace(batch, sampled=sampling)
+        tree, proposed = draft_tree(model.ops, drafter, drafted, planes, shape)
         depth = shape.steps
     verify_and_commit(
         *(model, planes, drafter, batch, tree, depth, proposed), sampling=sampling, verify=verify

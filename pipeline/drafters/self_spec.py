@@ -71,7 +71,7 @@ class StreamingDrafter(TreeDrafter):
         final = forward_roots(model, plane, batch.roots, table, seen, lengths)
         place = table, seen + 1, lengths + 1
         beams = self.shapes.beams(shape)
-        return draft_from_roots(model, plane, final, *place, shape.steps, beams, None)
+        return draft_from_roots(model, plane, final, *place, shape.steps, beams, batch.noise)
 
 
 class SnapKvDrafter(TreeDrafter):
@@ -97,7 +97,7 @@ class SnapKvDrafter(TreeDrafter):
         table, beams = batch.drafter_block_table, self.shapes.beams(shape)
         final = forward_roots(model, plane, batch.roots, table, seen, lengths)
         place = table, seen + 1, lengths + 1
-        return draft_from_roots(model, plane, final, *place, shape.steps, beams, None)
+        return draft_from_roots(model, plane, final, *place, shape.steps, beams, batch.noise)
 
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         rows = read.rows

@@ -62,7 +62,7 @@ class StandaloneDrafter(TreeDrafter):
         place = batch.block_table, lengths, lengths
         state, beams = batch.drafter_state, self.shapes.beams(shape)
         plane = planes.drafter[0]
-        return draft_from_roots(self._draft, plane, state, *place, shape.steps, beams, None)
+        return draft_from_roots(self._draft, plane, state, *place, shape.steps, beams, batch.noise)
 
 
 def check_tokens(directory: Path, target: Path, source: str) -> None:

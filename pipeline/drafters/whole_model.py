@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipeline.decoder.batch import TokenRows
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.draft import BeamStep, Candidates, DraftedRows, ProposalHead
+from pipeline.decoder.ops.draft import BeamStep, Candidates, DraftedRows, DraftNoise, ProposalHead
 from pipeline.decoder.ops.layer import AttentionMetadata, entry_slots
 
 
@@ -44,14 +44,14 @@ def draft_from_roots(
     positions: Tensor,
     steps: int,
     beams: int,
-    trace: list[Tensor] | None,
+    noise: DraftNoise | None,
 ) -> Candidates:
     """Beams behind the roots, which are entries below `seq_lens` [B] already; `final` [B, H] are
     their final states, positions [B] those of the first drafted tokens."""
-    place = DraftedRows(model.rotary, block_table, seq_lens, positions)
+    place = DraftedRows(model.rotary, block_table, seq_lens, positions, noise=noise)
     head = ProposalHead(model.lm_head, None)
     step = _step(model, plane)
-    return model.ops.search_beams(step, head, final, final, place, steps, beams, trace)
+    return model.ops.search_beams(step, head, final, final, place, steps, beams)
 
 
 def _step(model: DecoderModel, plane: Tensor) -> BeamStep:

@@ -172,8 +172,9 @@ def load_matching_target(
     with group.all_or_raise():
         prepare_process(config.run)
         where = manifest_where(config.run.uri, "synth")
-        target = open_target(config.target, expected=expected, where=where)
-        if config.features.backend == "vllm":
+        local = config.features.backend == "local"
+        target = open_target(config.target, expected=expected, where=where, packed=local)
+        if not local:
             return _served(config, target)
     device_map, attention = config.features.device_map, register_packed_attention()
     with group.all_or_raise():

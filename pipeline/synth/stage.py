@@ -182,7 +182,11 @@ class SynthPipeline:
 
     def __init__(self, config: RunConfig) -> None:
         section, seed = synth_section(config), config.run.seed
-        target = open_target(config.target, decoded=section.generator.backend == "local")
+        target = open_target(
+            config.target,
+            decoded=section.generator.backend == "local",
+            packed=config.features.backend == "local",
+        )
         self.contract: TargetContract = target.contract
         self.template: ChatTemplate = target.template(system_prompt=section.system_prompt)
         screen = Screen(section, seed=seed)

@@ -3,9 +3,9 @@
     config.json ─► the model without memory ─┬─► its parts ──┬─► Architecture
                                              └─► its logits ─┴─► UnsupportedModel
 
-No name has to be known: what is looked for is a list of decoder layers that are all attention, and
-logits that are a multiple of `lm_head` times the final state. `FAMILIES` is what tests try, and
-docs/targets.md shows.
+No name has to be known: what is looked for is a list of decoder layers, a norm, and logits that are
+a multiple of `lm_head` times the final state; to be captured here, layers that are all attention
+too. `FAMILIES` is what tests try, and docs/targets.md shows.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Family(NamedTuple):
     models: str
     decoded: bool = False  # by the bundled decoder
     refused: str = ""  # why, as the error says it
+    served: bool = False  # refused for local capture alone: an engine can compute its states
 
 
 _MEMORY = "its layers are not all attention"
@@ -65,16 +66,16 @@ FAMILIES = {
     "gemma2": Family("Gemma 2", refused=_CAPPED),
     "gemma3n": Family("Gemma 3n", refused=_WRONG["gemma3n"]),
     "gemma4": Family("Gemma 4", refused=_WRONG["gemma4"]),
-    "qwen3_next": Family("Qwen3-Next", refused=_MEMORY),
-    "qwen3_5": Family("Qwen3.5", refused=_MEMORY),
-    "deepseek_v32": Family("DeepSeek-V3.2", refused=_MEMORY),
-    "falcon_h1": Family("Falcon-H1", refused=_MEMORY),
-    "jamba": Family("Jamba", refused=_MEMORY),
-    "mamba": Family("Mamba", refused=_MEMORY),
+    "qwen3_next": Family("Qwen3-Next", refused=_MEMORY, served=True),
+    "qwen3_5": Family("Qwen3.5", refused=_MEMORY, served=True),
+    "deepseek_v32": Family("DeepSeek-V3.2", refused=_MEMORY, served=True),
+    "falcon_h1": Family("Falcon-H1", refused="its decoder has no `norm`"),
+    "jamba": Family("Jamba", refused="its decoder has no `norm`"),
+    "mamba": Family("Mamba", refused="its decoder has no `embed_tokens`"),
     "phi": Family("Phi-1.5, Phi-2", refused="its decoder has no `norm`"),
     "gpt_neox": Family("Pythia", refused="its decoder has no `embed_tokens`"),
     "gpt2": Family("GPT-2", refused="its decoder has no `embed_tokens`"),
-    "stablelm": Family("StableLM", refused="its attention cannot be exchanged"),
+    "stablelm": Family("StableLM", refused="its attention cannot be exchanged", served=True),
     "t5": Family("T5", refused=_NOT_CAUSAL),
 }
 
@@ -95,6 +96,8 @@ class Architecture:
     tied: bool | None = field(default=None, compare=False)
     #: Name → shape of all that transformers' model is made of; None where files use other names.
     tensors: Mapping[str, tuple[int, ...]] | None = field(default=None, compare=False)
+    #: Why documents of one batch cannot be kept apart here; an engine that serves it does.
+    not_packed: str = field(default="", compare=False)
 
 
 #: Name in config.json → least and largest value that a model can have. Beyond them transformers
@@ -155,11 +158,14 @@ _CANNOT_BUILD = (
 )
 
 
-def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Architecture:
+def read_architecture(
+    config: Any, where: str, *, decoded: bool = False, packed: bool = False
+) -> Architecture:
     """How a target with this configuration computes; no weights are read.
 
-    Raises UnsupportedModel for one whose states or logits this pipeline would get wrong, and for
-    one that is to be `decoded` here and is not of a family that is.
+    Raises UnsupportedModel for one whose logits this pipeline would get wrong, for one that is to
+    be captured here, `packed`, and whose states would be, and for one that is to be `decoded` here
+    and is not of a family that is.
     """
     if reason := _WRONG.get(config.model_type, ""):
         raise _refusal(config, reason, where)
@@ -170,8 +176,13 @@ def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Arch
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise _refusal(config, f"transformers cannot build it: {line}", where) from error
     decoder = decoder_of(model)
-    if reason := _misfit(model, decoder, config.get_text_config()):
+    if reason := _misfit(model, decoder):
         raise _refusal(config, reason, where)
+    not_packed = _not_packed(model, decoder, config.get_text_config())
+    if packed and not_packed:
+        problem = f"a target of model_type {config.model_type!r} cannot be captured here"
+        fix = "let an engine compute its states (features.backend: vllm, docs/capture.md)"
+        raise UnsupportedModel(f"{problem}: {not_packed}", where=where, fix=fix)
     if not _turns_positions(decoder):
         raise _refusal(config, "its rope_parameters turn positions by no finite angle", where)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -192,6 +203,7 @@ def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Arch
         query_scale=round(scaling * size**0.5, 9) if scaling and size else 1.0,
         tied=tied,
         tensors=tensors,
+        not_packed=not_packed,
     )
 
 
@@ -228,20 +240,25 @@ def decoder_of(model: Any) -> Any:
     return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
 
 
-def _misfit(model: Any, decoder: Any, config: Any) -> str:
-    """Why states cannot be captured of a model, or logits computed from them."""
+def _misfit(model: Any, decoder: Any) -> str:
+    """Why logits cannot be computed from a model's final states."""
     for part in ("embed_tokens", "layers", "norm"):
-        if not hasattr(decoder, part) and not model._is_stateful:
+        if not hasattr(decoder, part):
             return f"its decoder has no `{part}`"
+    output = model.get_output_embeddings()
+    if output is None or getattr(output, "bias", None) is not None:
+        return "its output layer is not one matrix"
+    return ""
+
+
+def _not_packed(model: Any, decoder: Any, config: Any) -> str:
+    """Why one forward of ours cannot keep several documents apart."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if model._is_stateful or kinds - _ATTENTION:
         named = f" ({', '.join(sorted(kinds - _ATTENTION))})" if kinds - _ATTENTION else ""
         return f"{_MEMORY}{named}: one document would be seen by the next one of its batch"
     if not decoder._supports_attention_backend:
         return "its attention cannot be exchanged for one that keeps documents apart"
-    output = model.get_output_embeddings()
-    if output is None or getattr(output, "bias", None) is not None:
-        return "its output layer is not one matrix"
     return ""
 
 

@@ -67,8 +67,8 @@ def planned_dtype(setting: str, device: str) -> Dtype:
 
 def planned_device(setting: str) -> Literal["cuda", "cpu"]:
     """As `pick_device`, without torch: its type."""
-    found = setting == "cuda" or (setting == "auto" and _NVIDIA_DEVICE.exists())
-    return "cuda" if found else "cpu"
+    is_cuda = setting == "cuda" or (setting == "auto" and _NVIDIA_DEVICE.exists())
+    return "cuda" if is_cuda else "cpu"
 
 
 def target_dtype(section: TargetSection) -> Dtype:

@@ -131,17 +131,19 @@ def open_target(
     expected: TargetContract | None = None,
     where: str = "",
     decoded: bool = False,
+    packed: bool = False,
 ) -> Target:
     """Resolve a target and read what it is.
 
-    Raises TargetError, UnsupportedModel for one that cannot be trained for, or that the bundled
-    decoder does not run where it is to be `decoded`, and ContractMismatch when it is not the target
-    that the artefact at `where` was made for, whose contract is `expected`.
+    Raises TargetError, UnsupportedModel for one that cannot be trained for, that the bundled
+    decoder does not run where it is to be `decoded`, or whose states cannot be computed here where
+    they are to be, `packed`; and ContractMismatch when it is not the target that the artefact at
+    `where` was made for, whose contract is `expected`.
     """
-    resolved = resolve(section, decoded=decoded)
+    resolved = resolve(section, decoded=decoded, packed=packed)
     source = f"target.source={resolved.source}"
     config = read_config(resolved.directory, source)
-    architecture = read_architecture(config, source, decoded=decoded)
+    architecture = read_architecture(config, source, decoded=decoded, packed=packed)
     contract = read_contract(section, resolved, architecture)
     if expected is not None:
         match_contracts(contract, expected, where=where)
@@ -220,7 +222,9 @@ def open_contracted_target(
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 
 
-def resolve(target: TargetSection, *, decoded: bool = False) -> ResolvedTarget:
+def resolve(
+    target: TargetSection, *, decoded: bool = False, packed: bool = False
+) -> ResolvedTarget:
     """Find, download or convert the target.
 
     Raises TargetError with the fix; UnsupportedModel for a hub id, before its weights are fetched.
@@ -239,7 +243,7 @@ def resolve(target: TargetSection, *, decoded: bool = False) -> ResolvedTarget:
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         fix = "pass a directory that holds config.json and *.safetensors"
         raise TargetError("no such directory", where=where, fix=fix)
-    return _from_hub(source, target.revision, decoded)
+    return _from_hub(source, target.revision, decoded=decoded, packed=packed)
 
 
 def resolve_tokenizer(target: TargetSection) -> ResolvedTarget:
@@ -297,12 +301,12 @@ def _gguf_in_package(name: str) -> tuple[Path, str]:
     return files[0], importlib.metadata.version(distributions[0])
 
 
-def _from_hub(source: str, revision: str | None, decoded: bool) -> ResolvedTarget:
+def _from_hub(source: str, revision: str | None, *, decoded: bool, packed: bool) -> ResolvedTarget:
     small = _download(source, revision, _SMALL)
     where = f"target.source={source}"
     _refuse_adapter(small, source)
     if (small / "config.json").is_file():  # refused before its weights are fetched
-        read_architecture(read_config(small, where), where, decoded=decoded)
+        read_architecture(read_config(small, where), where, decoded=decoded, packed=packed)
     names = weight_names(_download(source, revision, [*_SMALL, WHOLE]))
     directory = _download(source, revision, [*_SMALL, *names])
     return ResolvedTarget(source, directory.name, _checked_directory(directory, source))

@@ -215,8 +215,10 @@ class FollowedCorpus(StoredCorpus):
         if len(names) > before or (
             names and not self._swept
         ):  # one that was killed may have left files
-            for shard in range(len(names)):
-                self._open.pop(shard, None)  # an open file keeps its blocks on the disk
+            for number, shard in enumerate(self._shards[: len(names)]):
+                self._open.pop(number, None)  # an open file keeps its blocks on the disk
+                if self._cache:
+                    self._cache.drop(shard)
             rank0_only(lambda: consume(self._location, names, before=before, step=step))
             self._consumed, self._past, self._swept = len(names), step, True
 

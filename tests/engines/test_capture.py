@@ -290,6 +290,40 @@ def test_one_server_answers_and_captures(tmp_path: Path) -> None:
     assert capturing["reply"] < 2.5 * synth.rows
 
 
+def test_workers_of_a_fleet_share_one_server(tmp_path: Path) -> None:
+    """Two processes, and then the actors of a Ray cluster, beside one server: docs/fleet.md."""
+    target, runs = opened(), {name: tmp_path / name for name in ("processes", "ray")}
+    subprocess.run(_stage(runs["processes"], "synth"), check=True, cwd=ROOT)
+    runs["ray"].mkdir()
+    (runs["ray"] / "synth").symlink_to(runs["processes"] / "synth")
+    with states_server(target, tmp_path) as server:
+        for name, run in runs.items():
+            settings = [
+                "features.backend=vllm",
+                f"features.engine.endpoints={json.dumps([f'{server.url}/v1'])}",
+                f"features.engine.directory={tmp_path / 'states'}",
+                f"run.metrics_dir={tmp_path / name}-metrics",
+                "features.shard_tokens=300",
+            ]
+            if name == "ray":
+                settings += ["run.runtime=ray", "run.ray.workers=2", "run.ray.cpus=1"]
+            command, count = _stage(run, "features", *settings), 2 if name == "processes" else 1
+            workers = [subprocess.Popen(command, cwd=ROOT) for _ in range(count)]
+            assert [worker.wait() for worker in workers] == [0] * count
+    for name, run in runs.items():
+        shards = read_manifest(str(run), "features").shards
+        assert not verify_run(str(run)).problems
+        made = [
+            float(line.rsplit(" ", 1)[1])
+            for file in Path(f"{tmp_path / name}-metrics").glob("*.prom")
+            for line in file.read_text().splitlines()
+            if line.startswith("eagle3_shards_total")
+        ]
+        print(f"{name}: {made} of {len(shards)} shards")
+        assert len(made) == 2 and min(made) > 0 and sum(made) == len(shards)
+    assert not list((tmp_path / "states").iterdir())
+
+
 def test_vllm_in_the_process_of_the_stage(tmp_path: Path) -> None:
     """In vLLM's own environment, with the two packages of ours that it lacks."""
     run, beside = tmp_path / "run", tmp_path / "beside"

@@ -31,7 +31,7 @@ from pipeline.features.capture import LocalStates, capture_shard
 from pipeline.features.engine import EngineStates, Servers, asked_layers
 from pipeline.features.plan import plan
 from pipeline.records import Plan, Sample
-from pipeline.target.forward import layer_outputs, register_packed_attention
+from pipeline.target.forward import capture_alone, layer_outputs, register_packed_attention
 from pipeline.target.open import Target, open_target
 from tests.features.conftest import finish_synth
 from tests.lying_server import LyingServer, reply
@@ -90,6 +90,25 @@ def test_an_engines_states_are_those_of_local_capture(
             a, b = getattr(mine, name).float(), getattr(theirs, name).float()
             assert float((a - b).norm() / b.norm()) < 0.01  # both are stored in bf16
     assert not list(directory.iterdir())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "stablelm"])
+def test_what_cannot_be_packed_is_captured_by_an_engine_alone(
+    family: str, tmp_path: Path, tiny_target: Path, samples: list[Sample]
+) -> None:
+    """A hybrid would see the document before in a packed forward. The engine's states are compared
+    with transformers' own all the same."""
+    target = opened(save_family(family, tmp_path / "target", tiny_target))
+    own = target.load()
+    for mine, sample in zip(
+        captured(EngineStates(target, Written(target, tmp_path)), samples), samples, strict=True
+    ):
+        aux, _ = capture_alone(own, sample.token_ids)
+        assert float((mine.aux_states.float() - aux).norm() / aux.norm()) < 0.01
+    engine = Written(target, tmp_path)
+    engine._layers[1] += 1
+    with pytest.raises(DataError, match=r"output 3 is .* of layer 4"):
+        captured(EngineStates(target, engine), samples)
 
 
 def _moved(by: int, *, dim: int) -> Fault:

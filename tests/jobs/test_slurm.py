@@ -71,24 +71,38 @@ def sound(config: RunConfig, *stages: str) -> None:
     assert (list(check.problems), list(check.finished)) == ([], list(stages))
 
 
+@pytest.mark.parametrize("follows", [False, True])
 def test_submitted_chain_runs_to_the_head(
     cluster: Cluster,
     write_config: Write,  # noqa: F811
     tmp_path: Path,
+    follows: bool,
 ) -> None:
-    """Arrays of two and four, whose tasks claim shards, then training; each after the other."""
-    file = write_config("chain", train={"epochs": 1}, eval={"sources": []}, jobs=JOBS)
+    """Arrays of two and four, whose tasks claim shards, then training; each after the other.
+
+    Or training beside an array of two, in a run that holds four shards.
+    """
+    jobs, train = JOBS, {"epochs": 1, "follow": follows}
+    features = {"shard_tokens": 100, "keep_shards": 4} if follows else {}
+    if follows:  # all must find a place: four CPUs are there
+        jobs = {"stages": {**JOBS["stages"], "features": {**SMALL, "workers": 2}}}
+    file = write_config("chain", features=features, train=train, eval={"sources": []}, jobs=jobs)
     config = load(file)
     start = write(render(config, "slurm"), tmp_path / "scripts")
     submitted = cluster.ask(str(start)).splitlines()
     assert [line.split(":")[0] for line in submitted] == ["synth", "features", "train"]
     states = cluster.finish()
-    assert len(states) == 7 and {state.split()[0] for state in states.values()} == {"COMPLETED"}, (
+    tasks = 2 if follows else 4
+    assert len(states) == 2 + tasks + 1
+    assert {state.split()[0] for state in states.values()} == {"COMPLETED"}, (
         states,
         cluster.logs("chain"),
     )
-    assert len(cluster.logs("chain-features")) == 4
+    assert len(cluster.logs("chain-features")) == tasks
     sound(config, "synth", "features", "train")
+    if follows:
+        shards = read_manifest(config.run.uri, "features").shards
+        assert verify_run(config.run.uri).consumed == len(shards) > 4
 
 
 def test_array_with_an_interrupted_task(

@@ -78,6 +78,7 @@ def test_what_a_server_scores_tells_its_target(
     """With room on both sides: right ones below two thirds of what is allowed, others above."""
     seen = recording.seen(recording.runs[0], reports[dtype], listed=True)
     assert seen.measured_noise is not None
+    print(f"{recording.name}, report in {dtype}: {seen.measured_noise:.3f} nats")
     if "replies_differ" in recording.found:
         assert seen.measured_noise > 1.4 * NOISE
     else:

@@ -66,6 +66,15 @@ _OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"logit_scale": 0.25, **_SLIDING},
     "mistral3": {"sliding_window": 8},
     "qwen3_vl": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+    "qwen3_next": {
+        **_EXPERTS,
+        "num_experts": 2,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
 }
 _VISION: dict[str, dict[str, Any]] = {
     "gemma3": {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16},
@@ -75,12 +84,12 @@ _VISION: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(model_type: str) -> Any:
-    """Its configuration."""
+def tiny_config(model_type: str, **fields: Any) -> Any:
+    """Its configuration, with other `fields`."""
     from transformers import CONFIG_MAPPING
 
     make: Any = CONFIG_MAPPING[model_type]
-    sizes = {**_SIZE, **_OWN.get(model_type, {})}
+    sizes = {**_SIZE, **_OWN.get(model_type, {}), **fields}
     if model_type not in _VISION:
         return make(**sizes)
     vision = {"num_attention_heads": 2, "num_heads": 2, **_VISION[model_type]}
@@ -88,8 +97,9 @@ def tiny_config(model_type: str) -> Any:
     return make(text_config=text, vision_config=vision)
 
 
-def save_family(model_type: str, directory: Path, tiny_target: Path) -> Path:
-    """A random model of it, with norms that are no ones, and the tokenizer of the tiny target."""
+def save_family(model_type: str, directory: Path, tiny_target: Path, **fields: Any) -> Path:
+    """A random model of it, with norms that are no ones, and the tokenizer of the tiny target;
+    `fields` are its configuration's."""
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -98,7 +108,7 @@ def save_family(model_type: str, directory: Path, tiny_target: Path) -> Path:
 
     names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     torch.manual_seed(0)
-    model = getattr(transformers, names[model_type])(tiny_config(model_type))
+    model = getattr(transformers, names[model_type])(tiny_config(model_type, **fields))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "sinks" in name:

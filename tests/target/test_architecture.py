@@ -92,9 +92,17 @@ def test_scores_are_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.refused])
 def test_a_family_is_refused_for_the_reason_that_the_table_gives(name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=re.escape(FAMILIES[name].refused)) as caught:
-        read_architecture(CONFIG_MAPPING[name](), "target.source=x")
+    """Where it is to be captured here; some go to an engine."""
+    reason = re.escape(FAMILIES[name].refused)
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        read_architecture(CONFIG_MAPPING[name](), "target.source=x", packed=True)
     assert caught.value.exit_code == 2 and repr(name) in caught.value.problem
+    assert ("features.backend: vllm" in str(caught.value.fix)) == FAMILIES[name].served
+    if FAMILIES[name].served:
+        assert re.match(reason, read_architecture(CONFIG_MAPPING[name](), "x").not_packed)
+    else:
+        with pytest.raises(UnsupportedModel, match=reason):
+            read_architecture(CONFIG_MAPPING[name](), "x")
 
 
 def test_a_family_that_no_table_names_is_taken_by_its_structure() -> None:
@@ -105,11 +113,15 @@ def test_a_family_that_no_table_names_is_taken_by_its_structure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "decoded", "problem"),
-    [("gemma2", False, "soft-capped"), ("gpt_oss", True, "decoder does not run model_type")],
+    ("name", "stage", "problem"),
+    [
+        ("gemma2", "", "soft-capped"),
+        ("gpt_oss", "decoded", "decoder does not run model_type"),
+        ("qwen3_next", "packed", "cannot be captured here"),
+    ],
 )
 def test_a_refused_target_is_refused_before_its_weights_are_fetched(
-    name: str, decoded: bool, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, stage: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A hub's cache that has the configuration: no weights are asked for."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -119,7 +131,7 @@ def test_a_refused_target_is_refused_before_its_weights_are_fetched(
     (model / "refs/main").write_text(revision)
     CONFIG_MAPPING[name]().save_pretrained(model / "snapshots" / revision)
     with pytest.raises(UnsupportedModel, match=rf"org/model: .*{problem}"):
-        resolve(TargetSection(source="org/model"), decoded=decoded)
+        resolve(TargetSection(source="org/model"), **{stage: True} if stage else {})
 
 
 @pytest.mark.parametrize(
@@ -127,6 +139,7 @@ def test_a_refused_target_is_refused_before_its_weights_are_fetched(
     [
         ("gemma2", "'gemma2' cannot be trained for: its logits are soft-capped"),
         ("gpt_oss", "decoder does not run model_type 'gpt_oss' (fix: let servers answer"),
+        ("qwen3_next", "'qwen3_next' cannot be captured here: its layers are not all attention"),
     ],
 )
 def test_synth_answers_nothing_for_a_target_that_cannot_be_trained_for(
@@ -164,11 +177,12 @@ def rows_of_the_table() -> str:
     yes_or_no = ("no", "yes")
     return "\n".join(
         f"| `{name}` | {family.models} | {yes_or_no[not family.refused]} "
+        f"| {yes_or_no[family.served or not family.refused]} "
         f"| {yes_or_no[family.decoded]} | {family.refused} |"
         for name, family in FAMILIES.items()
     )
 
 
 def test_the_page_shows_the_table_of_the_code() -> None:
-    head = "| `model_type` | models | capture and training | bundled decoder | why not |\n"
-    assert f"{head}|---|---|---|---|---|\n{rows_of_the_table()}\n" in DOCS.read_text("utf-8")
+    head = "| `model_type` | models | captured here | by an engine | bundled decoder | why not |\n"
+    assert f"{head}|---|---|---|---|---|---|\n{rows_of_the_table()}\n" in DOCS.read_text("utf-8")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from bench import bounded
 from pipeline.config import RunConfig, parse
 from pipeline.errors import ConfigError, ConsumedShard, StageConflict
 from pipeline.features.plan import plan as plan_features
@@ -86,9 +87,12 @@ Ready = Callable[..., RunConfig]
 def ready(tmp_path: Path, target_directory: Path) -> Ready:
     """`ready("name", keep=4, epochs=3)` → a run whose samples are there; keep=None: offline."""
 
-    def build(name: str, keep: int | None, *, force: bool = False, **train: Any) -> RunConfig:
+    def build(
+        name: str, keep: int | None, *, below: str = "", force: bool = False, **train: Any
+    ) -> RunConfig:
         follow = {} if keep is None else {"follow": True}
-        where = {"uri": str(tmp_path / name), "threads": 1, "claim_seconds": 1.0, "force": force}
+        where = {"uri": f"{below or tmp_path}/{name}", "threads": 1, "claim_seconds": 1.0}
+        where |= {"force": force, "cache_dir": str(tmp_path / f"{name}.cache")}
         tree = {
             "run": where,
             "target": {"source": str(target_directory), "device": "cpu", "dtype": "float32"},
@@ -103,16 +107,21 @@ def ready(tmp_path: Path, target_directory: Path) -> Ready:
     return build
 
 
-def started(config: RunConfig, stage: str, *, log: str = "", tool: tuple[str, ...] = ()) -> Any:
-    file = Path(f"{config.run.uri}.yaml")
+def beside(config: RunConfig, suffix: str) -> Path:
+    """A file of this machine for a run, wherever that is."""
+    return Path(str(config.run.cache_dir)).with_suffix(f".{suffix}")
+
+
+def started(config: RunConfig, stage: str, *, tool: tuple[str, ...] = ()) -> Any:
+    file = beside(config, "yaml")
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     words = [sys.executable, "-W", "ignore", *tool, "-m", "pipeline.cli", stage, "-c", str(file)]
-    with open(f"{config.run.uri}.{log or stage}", "a") as out:
+    with open(beside(config, stage), "a") as out:
         return subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
 
 
 def printed(config: RunConfig, stage: str) -> str:
-    return Path(f"{config.run.uri}.{stage}").read_text()
+    return beside(config, stage).read_text()
 
 
 def finish(config: RunConfig, *processes: subprocess.Popen[bytes]) -> None:
@@ -139,7 +148,7 @@ def shards_of(config: RunConfig) -> list[str]:
 
 
 def head_bytes(config: RunConfig) -> bytes:
-    return (Path(config.run.uri) / "train/head/model.safetensors").read_bytes()
+    return stage_location(config.run.uri, "train").child("head").read("model.safetensors")
 
 
 EVALUATION = {
@@ -192,11 +201,18 @@ class Watched:
 
 def test_no_more_shards_than_that_at_any_time_and_each_batch_once(ready: Ready) -> None:
     """A full window stops capture, with a word; an empty one training."""
-    config = ready("bounded", 4)
-    with Watched(config) as watched, features_beside(config):
+    config, looks = ready("bounded", 4), list[bounded.Look]()
+    watching = threading.Thread(target=lambda: looks.extend(bounded.watch(Path(config.run.uri))))
+    watching.start()
+    with features_beside(config):
         manifest = run_train(config)
+    watching.join()
     states = read_manifest(config.run.uri, "features")
-    assert len(states.shards) == 12 and max(watched.seen) == 4 and shards_of(config) == []
+    assert len(states.shards) == 12 and shards_of(config) == []
+    # Those being written included.
+    assert max(each.shards for each in looks) == 4 and looks[-1].states == 0
+    four = sum(sorted(shard.bytes for shard in states.shards)[-4:])
+    assert max(each.states + each.unfinished for each in looks) <= four
     # Every sample that teaches, in both epochs.
     assert manifest.details["tokens"] == SETTINGS["epochs"] * manifest.details["data_tokens"]
     assert manifest.details["data_tokens"] == states.tokens
@@ -212,34 +228,59 @@ def test_no_more_shards_than_that_at_any_time_and_each_batch_once(ready: Ready) 
     assert len(problems) == 2 and all("the file is missing" in problem for problem in problems)
 
 
-def test_kills_at_random_instants_lose_nothing(ready: Ready) -> None:
-    """Of the worker and of the trainer, -9, again and again: the same head, never more shards."""
-    whole, killed = ready("whole", 4, epochs=6), ready("killed", 4, epochs=6)
-    with features_beside(whole):
+@pytest.mark.parametrize(
+    ("place", "keep"), [("disk", 4), ("mount", 4), ("bucket", 4), ("bucket", 99)]
+)
+def test_kills_at_random_instants_lose_nothing(
+    ready: Ready, place: str, keep: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Of the worker and of the trainer, -9, again and again: the same head, never more shards.
+
+    On another file system and in a bucket it is the head of a run on this disk, and where all
+    shards may lie there, that of a run which makes them first.
+    """
+    below = ""
+    if place == "mount":
+        below = f"file://{request.getfixturevalue('mount')('size=64m')}"
+    if place == "bucket":
+        below = f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
+    whole = ready("whole", None if keep == 99 else keep, epochs=6)
+    killed = ready("killed", keep, below=below, epochs=6)
+    if keep == 99:
+        run_features(whole)
         expected = run_train(whole)
+    else:
+        with features_beside(whole):
+            expected = run_train(whole)
     draw, kills = random.Random(41), {"features": 0, "train": 0}
     processes = {stage: started(killed, stage) for stage in kills}
-    until = time.monotonic() + 240
-    with Watched(killed) as watched:
-        while any(process.poll() != 0 for process in processes.values()):
-            time.sleep(draw.uniform(0.0, 3.0))
-            stage = draw.choice(list(kills))
-            if processes[stage].poll() is None and kills[stage] < 4:
-                done = consumed_count(stage_location(killed.run.uri, "features"))
-                if done or kills[stage] == 0:
-                    processes[stage].send_signal(signal.SIGKILL)
-                    processes[stage].wait()
-                    kills[stage] += 1
-            for stage, process in processes.items():
-                if process.poll() not in (0, None):
-                    assert process.returncode == -signal.SIGKILL, printed(killed, stage)
-                    processes[stage] = started(killed, stage)
-            assert time.monotonic() < until
+    until = time.monotonic() + 900
+    try:
+        with Watched(killed) as watched:
+            while any(process.poll() != 0 for process in processes.values()):
+                time.sleep(draw.uniform(0.0, 3.0))
+                stage = draw.choice(list(kills))
+                if processes[stage].poll() is None and kills[stage] < 4:
+                    done = consumed_count(stage_location(killed.run.uri, "features"))
+                    if done or kills[stage] == 0:
+                        processes[stage].send_signal(signal.SIGKILL)
+                        processes[stage].wait()
+                        kills[stage] += 1
+                for stage, process in processes.items():
+                    if process.poll() not in (0, None):
+                        assert process.returncode == -signal.SIGKILL, printed(killed, stage)
+                        processes[stage] = started(killed, stage)
+                assert time.monotonic() < until
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
     assert min(kills.values()) > 0, kills
     assert head_bytes(killed) == head_bytes(whole)
     assert read_manifest(killed.run.uri, "train").details == expected.details
     # What a killed writer leaves has no entry, until `eagle3 gc`.
-    assert max(watched.seen) <= 4 + kills["features"]
+    assert max(watched.seen) <= keep + kills["features"]
+    assert not [*Path(str(killed.run.cache_dir)).glob("shards/*")]
     remove(find_orphans(killed.run.uri))
     assert shards_of(killed) == [] and not verify_run(killed.run.uri).problems
 
@@ -298,7 +339,7 @@ def test_processes_of_a_group_follow_and_go_on_with_another_number(ready: Ready)
 
 def test_run_makes_states_and_trains_at_one_time(ready: Ready) -> None:
     config = ready("run", 4)
-    file = Path(f"{config.run.uri}.yaml")
+    file = beside(config, "yaml")
     tree = config.model_dump(mode="json")
     file.write_text(yaml.safe_dump(tree))
     words = ["-c", f"from pipeline.api import *; run(load_config({str(file)!r}), *STAGES[1:3])"]

@@ -17,10 +17,23 @@ from pipeline.heads.registry import load_head
 from pipeline.store.location import Location
 from pipeline.store.manifest import read_manifest
 from pipeline.store.states import StatesSample
+from pipeline.train import loop
 from pipeline.train.plan import plan
 from pipeline.train.stage import run
 from tests.shard_files import reseal
 from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "compiles"),
+    [(None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cpu", True)],
+)
+def test_the_layer_is_compiled_on_a_gpu_where_nothing_is_set(
+    tiny_config: Configure, setting: bool | None, device: str, compiles: bool
+) -> None:
+    config = tiny_config(dtype="float32", compile=setting)
+    placed, _ = loop._for_device(config, None, torch.device(device))
+    assert placed.train.compile is compiles
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

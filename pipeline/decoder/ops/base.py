@@ -24,12 +24,13 @@ from pipeline.decoder.ops.draft import (
     Candidates,
     DraftedRows,
     DraftHead,
+    DraftNoise,
     ProposalHead,
     beam_depths,
     beam_metadata,
     candidate_parents,
 )
-from pipeline.decoder.ops.draws import by_node, perturb
+from pipeline.decoder.ops.draws import by_node, gumbel_of, perturb
 from pipeline.decoder.ops.layer import (
     PAGE,
     AttentionMetadata,
@@ -233,6 +234,21 @@ class TorchOps:
         scores, index = logits.float().log_softmax(-1).topk(k, dim=-1)
         return scores, index if target_ids is None else target_ids[index]
 
+    def perturb_drafts(
+        self, logits: Tensor, noise: DraftNoise, target_ids: Tensor | None = None
+    ) -> Tensor:
+        """Logits [R · n, Vd] of n drafts for each of R rows of `noise`, with the noise that their
+        tokens have in the target's draw: logits / temperature + weight · Gumbel number (`perturb`).
+
+        The tokens are `target_ids` [Vd], or all. A greedy row stays as it is.
+        """
+        rows, size = len(noise.seeds), logits.shape[-1]
+        tokens = torch.arange(size, device=logits.device) if target_ids is None else target_ids
+        drawn = gumbel_of(noise.seeds, noise.positions, tokens)[:, None]  # [R, 1, Vd]
+        by_row, temperature = logits.view(rows, -1, size), noise.temperature[:, None, None]
+        noisy = by_row.float() / temperature.clamp(min=1e-6) + noise.weight * drawn
+        return torch.where(temperature == 0, by_row, noisy.to(logits.dtype)).view(-1, size)
+
     def select_beams(
         self,
         score: Tensor,
@@ -292,13 +308,14 @@ class TorchOps:
         steps: int,
         k: int,
         trace: list[Tensor] | None = None,
+        noise: DraftNoise | None = None,
     ) -> Candidates:
         """What an EAGLE-3 head drafts in `steps` steps of k beams a row.
 
         state [B, H] is the head's output at the last committed entry; positions [B] are those of
         the first drafted tokens, seq_lens where no entries are hidden. Drafted keys and values go
         after the committed entries, to `plane` [layers, 2, pages, G, PAGE, d]. Every step's logits
-        [B, beams, Vd] are appended to `trace`, the root's first.
+        [B, beams, Vd] are appended to `trace`, the root's first, before they get `noise`.
         """
 
         def step(
@@ -309,7 +326,8 @@ class TorchOps:
         normed = state
         if not head.norm_output:
             normed, _ = self.add_rms_norm(state, None, head.stack.norms[-1], head.stack.eps)
-        rows = DraftedRows(head.rotary, block_table, seq_lens, positions, head.sliding_window)
+        place = block_table, seq_lens, positions, head.sliding_window
+        rows = DraftedRows(head.rotary, *place, noise)
         proposals = ProposalHead(head.lm_head, head.target_ids)
         return self.search_beams(step, proposals, normed, state, rows, steps, k, trace)
 
@@ -328,24 +346,26 @@ class TorchOps:
 
         `normed` [B, H] is what lm_head reads at the root, `hidden` [B, H] the first step's input.
         """
-        rows = len(normed)
+        rows, noise = len(normed), drafted_rows.noise
 
-        def propose(normed: Tensor) -> tuple[Tensor, Tensor]:
+        def propose(normed: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             """Normed outputs [B · n, H] → log-probabilities, target ids of the best k [B, n, k]."""
             logits = self.linear(normed, head.lm_head)  # [B · n, Vd]
             if trace is not None:
                 trace.append(logits.view(rows, -1, logits.shape[-1]))
+            if noise is not None:
+                logits = self.perturb_drafts(logits, noise.deeper(depth), head.target_ids)
             scores, ids = self.propose(logits, k, head.target_ids)
             return scores.view(rows, -1, k), ids.view(rows, -1, k)
 
-        score, token = (each[:, 0] for each in propose(normed))  # [B, k] of each beam
+        score, token = (each[:, 0] for each in propose(normed, 0))  # [B, k] of each beam
         tokens, cumulative, chosen = [token], [score], []
         step_metadata, bits = beam_metadata(drafted_rows, steps - 1, k)
         hidden, mask = hidden.repeat_interleave(k, dim=0), bits[0]  # [B · k, H], [B, k]
         for depth, metadata in enumerate(step_metadata, 1):
             metadata = replace(metadata, mask=mask.flatten())
             normed, hidden = step(token.flatten(), hidden, metadata)
-            gained, proposed = propose(normed)  # each [B, k, k]
+            gained, proposed = propose(normed, depth)  # each [B, k, k]
             tokens.append(proposed.flatten(1))
             if depth == len(step_metadata):
                 cumulative.append((score[:, :, None] + gained).flatten(1))

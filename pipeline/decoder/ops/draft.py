@@ -49,6 +49,26 @@ class Candidates(NamedTuple):
     depths: Tensor  # [C] from 1 on
 
 
+class DraftNoise(NamedTuple):
+    """What the target's draws after the roots will add to its logits, for B rows: a draft that adds
+    it too proposes what the target is about to draw (docs/decoder.md, "Losslessness")."""
+
+    temperature: Tensor  # [B] float32 by which drafts' logits are divided; 0 is greedy
+    seeds: Tensor  # [B]
+    positions: Tensor  # [B] where drafted tokens of depth 1 will stand
+    weight: float = 1.0  # by which the noise is multiplied
+
+    def deeper(self, depth: int) -> DraftNoise:
+        """Of tokens so much deeper."""
+        return self._replace(positions=self.positions + depth) if depth else self
+
+    def by_depth(self, depths: int) -> DraftNoise:
+        """Of each of the first `depths` depths of every row: [B · depths]."""
+        temperature, seeds = (each.repeat_interleave(depths) for each in self[:2])
+        positions = self.positions[:, None] + torch.arange(depths, device=seeds.device)
+        return DraftNoise(temperature, seeds, positions.flatten(), self.weight)
+
+
 class DraftedRows(NamedTuple):
     """Where the beams of B rows stand: after `seq_lens` entries of `block_table`."""
 
@@ -57,6 +77,7 @@ class DraftedRows(NamedTuple):
     seq_lens: Tensor  # [B] entries that all beams see
     positions: Tensor  # [B] of the drafted tokens of depth 1
     sliding_window: int = 0  # entries that a beam sees, its own included; 0: all
+    noise: DraftNoise | None = None  # None: all rows are greedy
 
 
 class ProposalHead(NamedTuple):
@@ -107,7 +128,7 @@ def beam_metadata(
     drafted_rows: DraftedRows, steps: int, k: int
 ) -> tuple[list[AttentionMetadata], Tensor]:
     """Metadata, but for the masks, of draft steps of k beams; bits [steps, B, k] of entries."""
-    rotary, block_table, seq_lens, first, sliding = drafted_rows
+    rotary, block_table, seq_lens, first, sliding, _ = drafted_rows
     rows = len(seq_lens)
     drafted, depths, bits, starts = _beam_constants(rows, steps, k, seq_lens.device)
     if steps == 0:

@@ -19,6 +19,12 @@ from torch import Tensor
 
 from pipeline.decoder.ops.tree import SamplingTensors
 
+#: What drafts multiply the temperature and the noise by. Their quotient is 1 for a head that knows
+#: the target's logits; it is larger for one that errs, which would propose rare tokens whose noise
+#: happens to be large. Both are the larger the surer a head may be of its first choice. Measured
+#: (docs/log.md).
+DRAFT_TEMPERATURE, DRAFT_NOISE = 1.2, 2 / 3
+
 
 def perturb(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:
     """Logits with noise, of which the largest is a draw from their distribution: float32 [B, V].
@@ -68,9 +74,15 @@ def random_words(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
 
     seeds, positions [B] int64, not negative.
     """
+    groups = torch.arange(-(-size // 4), device=seeds.device)
+    return _words_of_groups(seeds, positions, groups).flatten(1)[:, :size]
+
+
+def _words_of_groups(seeds: Tensor, positions: Tensor, groups: Tensor) -> Tensor:
+    """The four words [B, g, 4] of each of the groups [g] of four tokens."""
     seeds, positions = seeds[:, None], positions[:, None]
     key = [seeds & _LOW, seeds >> 32]
-    group = torch.arange(-(-size // 4), device=seeds.device).expand(len(seeds), -1)
+    group = groups.expand(len(seeds), -1)
     counter = [positions & _LOW, positions >> 32, group, torch.zeros_like(positions)]
     for _ in range(_ROUNDS):
         # Products wrap in int64, and the wrapped bits are the right ones.
@@ -82,7 +94,7 @@ def random_words(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
             first & _LOW,
         ]
         key = [(key[0] + _WEYL[0]) & _LOW, (key[1] + _WEYL[1]) & _LOW]
-    return torch.stack(counter, dim=-1).flatten(1)[:, :size]
+    return torch.stack(counter, dim=-1)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
@@ -92,6 +104,17 @@ def gumbel(seeds: Tensor, positions: Tensor, size: int) -> Tensor:
     are the large ones, where v is small and float32 keeps all 32 bits. The range is bounded, by
     -2.82 and 22.88, so that a token can be ruled out before its number is made.
     """
-    v = (random_words(seeds, positions, size).float() + 0.5) * 2.0**-32
+    return _gumbel_of(random_words(seeds, positions, size))
+
+
+def gumbel_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The numbers [B, n] that `gumbel` has for some tokens [n]."""
+    words = _words_of_groups(seeds, positions, tokens // 4)
+    within = (tokens % 4).expand(len(seeds), -1)[..., None]
+    return _gumbel_of(words.gather(-1, within)[..., 0])
+
+
+def _gumbel_of(words: Tensor) -> Tensor:
+    v = (words.float() + 0.5) * 2.0**-32
     # The largest would round to 1, and its number to minus infinity.
     return -torch.log(-torch.log1p(-v.clamp(max=1 - 2.0**-24)))

@@ -95,6 +95,9 @@ class DflashDrafter(TreeDrafter):
         logits = self.ops.linear(proposing, self._lm_head)  # [B · steps, Vd]
         if self.trace is not None:
             self.trace.append(logits.view(rows, shape.steps, -1))
+        if batch.noise is not None:
+            noise = batch.noise.by_depth(shape.steps)
+            logits = self.ops.perturb_drafts(logits, noise, self._target_ids)
         scores, ids = self.ops.propose(logits, self.shapes.beams(shape), self._target_ids)
         return join_marginals(*(each.view(rows, shape.steps, -1) for each in (scores, ids)))
 

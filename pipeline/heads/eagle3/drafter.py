@@ -100,7 +100,8 @@ class Eagle3Drafter(TreeDrafter):
         entries = self._seen(batch.block_table, batch.seq_lens)
         row = batch.drafter_state, *entries, batch.seq_lens
         steps, k = shape.steps, self.shapes.beams(shape)
-        return self.ops.draft_beams(self._head, *row, planes.drafter[0], steps, k, self.trace)
+        plane, noise = planes.drafter[0], batch.noise
+        return self.ops.draft_beams(self._head, *row, plane, steps, k, self.trace, noise)
 
     def work(self, shape: TreeSection) -> DraftWork:
         """A step passes the layer and lm_head; an extension `fc` and the layer for steps + 1

@@ -96,7 +96,8 @@ class ChainedDrafter(TreeDrafter):
         batch.drafter_state.copy_(torch.cat(states, dim=-1))
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
-        place = DraftedRows(self.rotary, batch.block_table, batch.seq_lens, batch.seq_lens)
+        table, lengths = batch.block_table, batch.seq_lens
+        place = DraftedRows(self.rotary, table, lengths, lengths, noise=batch.noise)
         states, vocabulary = self._states(batch), ProposalHead(self._lm_head, self._target_ids)
         steps, k = shape.steps, self.shapes.beams(shape)
         draft = _ChainedDraft(self, batch, planes, states, k)

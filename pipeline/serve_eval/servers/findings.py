@@ -46,7 +46,7 @@ _NOTHING_ACCEPTED = 1.05
 #: A right server's text parts where the next token is no further below, in nats: bf16, and fp32.
 NEAR_TIE, EXACT_TIE = 0.5, 0.01
 #: Standard deviation of what another arithmetic adds to the difference of two logits, in nats: in
-#: bf16 0.15 at most where a right server gives its logits, 0.20 as its replies part; and in fp32.
+#: bf16 0.13 at most where a right server gives its logits, 0.20 as its replies part; and in fp32.
 NOISE, EXACT_NOISE = 0.25, 0.005
 #: More than NOISE must explain replies that part better by so much, in nats of their likelihood
 #: (95 % of the chi-squared distribution with one degree of freedom).
@@ -623,10 +623,8 @@ def texts(seen: SeenServer) -> Iterator[ServerFinding]:
     if measured is not None and measured > allowed:
         other = seen.other_leads
         most, name, position = max(other, key=lambda each: abs(each[0]))
-        text = (
-            f"over {len(other)} tokens of the decoder's replies {measured:.3g} nats of noise lie "
-        )
-        text += f"on the server's logits, where {allowed:g} are allowed; most in {name}, whose "
+        text = f"over {len(other)} tokens of the decoder's replies {measured:.3g} nats of noise "
+        text += f"lie on the server's logits, where {allowed:g} are allowed; most in {name}, whose "
         text += f"token {position + 1} leads by {abs(most):.2f} nats "
         text += "more" if most > 0 else "less"
         yield finding("error", "logits_differ", text, _TARGET_FIX)

@@ -392,19 +392,21 @@ async def read_leads(
     return tuple(leads) if all(map(isfinite, leads)) else None
 
 
-class _Answer(BaseModel):
+class ServerPart(BaseModel):
+    """Base of what servers send."""
+
     model_config = ConfigDict(strict=True)
 
 
-class _Logprob(_Answer):
+class _Logprob(ServerPart):
     logprob: float
 
 
-class _ScoredChoice(_Answer):
+class _ScoredChoice(ServerPart):
     prompt_logprobs: list[dict[str, _Logprob] | None]
 
 
-class _Completed(_Answer):
+class _Completed(ServerPart):
     """Of vLLM."""
 
     choices: list[_ScoredChoice]
@@ -414,12 +416,12 @@ class _Completed(_Answer):
 _Nats = Annotated[tuple[float | None, int, str | None], Field(strict=False)]
 
 
-class _ScoredMeta(_Answer):
+class _ScoredMeta(ServerPart):
     input_token_logprobs: list[_Nats]
     input_top_logprobs: list[list[_Nats] | None]
 
 
-class _Scored(_Answer):
+class _Scored(ServerPart):
     """Of SGLang."""
 
     meta_info: _ScoredMeta

@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from pipeline.errors import EndpointError, EndpointsUnavailable
 from pipeline.reports import AcceptanceFigures, GoldenPrompt, LoadPoint
@@ -26,6 +26,7 @@ from pipeline.serve_eval.servers.kinds import (
     ImpossibleRounds,
     LiveServer,
     MetricCounts,
+    ServerPart,
     ServerRounds,
     read_leads,
     read_metrics,
@@ -273,22 +274,16 @@ class LiveMeasure:
             raise EndpointsUnavailable(problem, where=self._url, fix=fix) from None
 
 
-class _StreamPart(BaseModel):
-    """Base of what servers send."""
-
-    model_config = ConfigDict(strict=True)
-
-
 _Count = Annotated[int, Field(ge=0)]
 
 
-class _StreamedChoice(_StreamPart):
+class _StreamedChoice(ServerPart):
     token_ids: list[_Count] | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class _StreamedUsage(_StreamPart):
+class _StreamedUsage(ServerPart):
     completion_tokens: _Count | None = None
     prompt_tokens: _Count | None = None
 
@@ -297,7 +292,7 @@ class _StreamedMeta(_StreamedUsage):
     finish_reason: dict[str, Any] | str | None = None
 
 
-class _StreamEvent(_StreamPart):
+class _StreamEvent(ServerPart):
     """What is read of an event of any kind of server."""
 
     choices: list[_StreamedChoice] | None = None

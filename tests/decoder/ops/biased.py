@@ -15,16 +15,23 @@ def lucky(seeds: Tensor, positions: Tensor, rate: float) -> Tensor:
 
 
 def towards_drafts(
-    logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, rate: float
+    logits: Tensor,
+    tree: Tree,
+    sampling: SamplingTensors,
+    positions: Tensor,
+    rate: float,
+    order: Tensor | None = None,
 ) -> Tensor:
     """Logits [B, N, V] by which a share `rate` of the nodes accept a draft regardless.
 
-    It is the node's last child: what the drafter itself, and likely the target, wants least.
+    It is the node's last child, what the drafter itself, and likely the target, wants least; or its
+    last by `order` [B, N]: with the target's noise the last child is all but a draw of the target.
     """
     nodes = torch.arange(tree.tokens.shape[1])[:, None]
     children = tree.parents[:, None] == nodes  # [B, N, N]: child of node
     children[:, :, 0] = False
-    last = len(nodes) - 1 - children.flip(-1).int().argmax(-1)
+    order = nodes.T if order is None else order
+    last = torch.where(children, order[:, None], -1).argmax(-1)
     drafted = tree.tokens.gather(1, last)  # [B, N]
     seeds = sampling.seeds.repeat_interleave(len(nodes))
     chosen = children.any(-1) & lucky(seeds, positions.flatten(), rate).view_as(positions)

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.ops.draws import perturb
+from pipeline.decoder.ops.draft import DraftNoise
+from pipeline.decoder.ops.draws import by_node, perturb
 from pipeline.decoder.ops.layer import PAGE, Float8Rows, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import WINDOW, SamplingTensors, Tree
 from pipeline.decoder.ops.triton.launch import INTERPRETED
@@ -541,6 +542,31 @@ def draw(backend: Backend, size: int, spread: float) -> None:
     sampling, positions = sampling_of(backend, few, 5), positions[:1].expand(5 * len(few))
     got = ops.draw(special.repeat(len(few), 1), sampling, positions).view(-1, 5)
     assert got.tolist() == [[0, size // 2, size // 2, -1, -1]] * len(few)
+
+
+@operation(5, 700, corners=[(1, 1), (4, 3), (1, 2500), (12, 40)])
+def perturb_drafts(backend: Backend, drafts: int, size: int) -> None:
+    """What `perturb` gives the same tokens without top-k and top-p; drafts of a row share noise."""
+    sampling = sampling_of(backend, [(0.0, 1.0, 0), (1.0, 1.0, 0), (0.3, 1.0, 0)], 1)
+    rows, device = len(sampling.seeds), backend.device
+    positions = 2**33 + torch.arange(rows, device=device)
+    noise = DraftNoise(sampling.temperature, sampling.seeds, positions)
+    logits = backend.numbers(rows * drafts, size, scale=3)
+    logits[0, 0], logits[-1, -1] = NAN, -INF
+    ids = torch.randperm(5 * size)[:size].sort().values.to(device)
+    for target_ids in (None, ids):
+        noisy = backend.ops.perturb_drafts(logits, noise, target_ids)
+        whole = logits.new_zeros(rows * drafts, 5 * size)
+        named = torch.arange(size, device=device) if target_ids is None else target_ids
+        whole[:, named] = logits
+        by_draft = by_node(sampling, drafts)
+        wanted = perturb(whole, by_draft, positions.repeat_interleave(drafts))[:, named]
+        backend.near(noisy, wanted, absolute=1e-4)
+        assert torch.equal(noisy[1:drafts], logits[1:drafts]), "a greedy row stays"
+        assert noisy[0, 0].isnan() and noisy[-1, -1] == -INF
+        half = backend.ops.perturb_drafts(logits, noise._replace(weight=0.5), target_ids)
+        scaled = logits / noise.temperature.repeat_interleave(drafts)[:, None]
+        backend.near(half[drafts:], (wanted + scaled)[drafts:] / 2, absolute=1e-4)
 
 
 @operation(3, 6, corners=[(300, 12), (13, 3)])

@@ -58,7 +58,7 @@ def test_every_kernel_is_recorded() -> None:
         *("add_rms_norm", "embed_concat", "silu_mul", "rope_write", "tree_attention"),
         *("project_heads", "add_product", "gated_product"),
         *("compact", "select_beams"),
-        *("argmax", "propose_part", "threshold", "draw"),
+        *("argmax", "propose_part", "perturb_drafts", "threshold", "draw"),
         *("normaliser", "compare"),
     }
     wide = {v.name for v in variants() if "*bf16" not in v.signature.values()}

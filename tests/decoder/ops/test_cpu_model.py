@@ -19,6 +19,7 @@ from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
+from pipeline.decoder.ops.draft import DraftNoise
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import prefill_prompt
 from pipeline.errors import HeadError
@@ -92,23 +93,33 @@ def _drafting(
     ("steps", "k", "norm_output"),
     [(1, 4, True), (2, 1, False), (5, 4, False), (5, 4, True), (7, 8, True), (4, 20, False)],
 )
+@pytest.mark.parametrize("temperature", [None, (0.7, 0.0, 1.3)], ids=["greedy", "noise"])
 @highest_kernels
 @torch.inference_mode()
 def test_a_draft_in_one_call_is_the_draft_step_by_step(
-    make_target: Callable[[str], Path], ops: CpuOps, steps: int, k: int, norm_output: bool
+    make_target: Callable[[str], Path],
+    ops: CpuOps,
+    steps: int,
+    k: int,
+    norm_output: bool,
+    temperature: tuple[float, ...] | None,
 ) -> None:
     """Every bit of it: candidates, logits, and the keys and values that it leaves behind."""
     tree = TreeSection(top_k=k, steps=steps, nodes=2)
     lengths = 5, 61, 90  # the second's beams reach over a page's end
     drafter, batch, planes = _drafting(make_target("llama"), ops, tree, lengths, norm_output)
     state = batch.drafter_state, batch.block_table, batch.seq_lens, batch.seq_lens + 7
+    seeds, noise = torch.tensor([3, 1 << 40, 5]), None
+    if temperature is not None:
+        noise = DraftNoise(torch.tensor(temperature), seeds, batch.seq_lens + 1, 0.6)
     drafts: list[list[Tensor]] = []
     for draft_beams in (ops.draft_beams, partial(TorchOps.draft_beams, ops)):
         plane, trace = planes.drafter[0].clone(), list[Tensor]()
-        drafted = draft_beams(drafter._head, *state, plane, steps, k, trace)
+        drafted = draft_beams(drafter._head, *state, plane, steps, k, trace, noise)
         drafts.append([*drafted, *trace, plane.nan_to_num()])
     assert all(torch.equal(each, other) for each, other in zip(*drafts, strict=True))
-    untraced = ops.draft_beams(drafter._head, *state, planes.drafter[0].clone(), steps, k)
+    plane = planes.drafter[0].clone()
+    untraced = ops.draft_beams(drafter._head, *state, plane, steps, k, noise=noise)
     assert all(
         torch.equal(each, other) for each, other in zip(untraced, drafts[1][:4], strict=True)
     )

@@ -37,7 +37,7 @@ from pipeline.decoder.ops.cpu.library import (
     metadata_struct,
     refuse_outside,
 )
-from pipeline.decoder.ops.draft import Candidates, DraftHead, beam_depths
+from pipeline.decoder.ops.draft import Candidates, DraftHead, DraftNoise, beam_depths
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
 from pipeline.decoder.ops.tree import Beams, SamplingTensors, Tree, VerifyOutput
 
@@ -269,6 +269,18 @@ class CpuOps(TorchOps):
         )
         return scores, index if target_ids is None else target_ids[index]
 
+    def perturb_drafts(
+        self, logits: Tensor, noise: DraftNoise, target_ids: Tensor | None = None
+    ) -> Tensor:
+        if logits.dtype is not self.dtype:
+            return super().perturb_drafts(logits, noise, target_ids)
+        logits, rows = logits.contiguous(), len(noise.seeds)
+        noisy = torch.empty_like(logits)
+        tensors = logits, noisy, target_ids, *(each.contiguous() for each in noise[:3])
+        sizes = noise.weight, 0, rows, len(logits) // rows, logits.shape[-1]
+        self._library.eagle3_perturb_drafts(*addresses(*tensors), *sizes, _threads())
+        return noisy
+
     def select_beams(
         self,
         score: Tensor,
@@ -301,11 +313,12 @@ class CpuOps(TorchOps):
         steps: int,
         k: int,
         trace: list[Tensor] | None = None,
+        noise: DraftNoise | None = None,
     ) -> Candidates:
         vocabulary = len(head.target_ids)
         if head.sliding_window or k > min(vocabulary, self._most_proposed):
             cache_rows = block_table, seq_lens, positions
-            return super().draft_beams(head, state, *cache_rows, plane, steps, k, trace)
+            return super().draft_beams(head, state, *cache_rows, plane, steps, k, trace, noise)
         tensors = head.embedding, head.embed_norm, head.hidden_norm, *head.rotary, state, plane
         assert all(each.dtype is self.dtype and each.is_contiguous() for each in tensors)
         block_table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
@@ -325,12 +338,14 @@ class CpuOps(TorchOps):
         scores = torch.empty(rows, count)
         beams = 1 + (steps - 1) * k if trace is not None else k
         logits = state.new_empty(rows * beams, vocabulary)
+        drawing = [None] * 3 if noise is None else [each.contiguous() for each in noise[:3]]
         outside = self._library.eagle3_draft_beams(
             ctypes.addressof(struct),
             ctypes.addressof(metadata),
             *addresses(state, plane),
             plane.numel() // (2 * len(head.stack.layers)),
-            *addresses(tokens, parents, scores, logits),
+            *addresses(tokens, parents, scores, logits, *drawing),
+            0.0 if noise is None else noise.weight,
             trace is not None,
             steps,
             k,

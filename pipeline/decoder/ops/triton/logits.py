@@ -303,7 +303,53 @@ def gumbel(seed: Scalar, position: Scalar, group: Block) -> Block:
     first, second, third, fourth = tl.philox(seed, group * 0 + low, group * 0 + high, group, 0)
     # Pairs of pairs: the last axis of a join is the new one.
     words = tl.join(tl.join(first, third), tl.join(second, fourth))  # [g, 2, 2]
-    v = (tl.reshape(words, [group.shape[0], 4]).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return _gumbel_of(tl.reshape(words, [group.shape[0], 4]))
+
+
+@jit
+def perturb_drafts_kernel(
+    logits: Pointer,
+    noisy: Pointer,
+    target_ids: Pointer,
+    temperature: Table,
+    seeds: Table,
+    positions: Table,
+    weight: Scalar,
+    drafts: Scalar,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAPPED: tl.constexpr,
+) -> None:
+    """The noise of a block of tokens, for all `drafts` of a row; grid [R, blocks]."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, token = column < SIZE, column
+    if MAPPED:
+        token = tl.load(target_ids + column, mask=inside, other=0)
+    temperature = tl.load(temperature + row)
+    noise = weight * _gumbel_of_tokens(tl.load(seeds + row), tl.load(positions + row), token)
+    for draft in range(drafts):
+        at = (row * drafts + draft) * SIZE + column
+        x = tl.load(logits + at, mask=inside).to(tl.float32)
+        drawn = _scaled(x, tl.maximum(temperature, 1e-6)) + noise
+        x = tl.where(temperature > 0, drawn, x)
+        tl.store(noisy + at, x.to(noisy.dtype.element_ty), mask=inside)
+
+
+@jit
+def _gumbel_of_tokens(seed: Scalar, position: Scalar, token: Block) -> Block:
+    """Gumbel numbers of tokens that share no group."""
+    low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
+    group, within = (token // 4).to(tl.uint32), token % 4
+    first, second, third, fourth = tl.philox(seed, group * 0 + low, group * 0 + high, group, 0)
+    even = tl.where(within == 0, first, third)
+    return _gumbel_of(tl.where(within % 2 == 0, even, tl.where(within == 1, second, fourth)))
+
+
+@jit
+def _gumbel_of(words: Block) -> Block:
+    """Gumbel numbers from 32 bits each."""
+    v = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     v = tl.minimum(v, 0.99999994)  # 1 - 2^-24
     # log(1 - v) to the last bits of a small v, from 1 - v as it was rounded (Kahan): what that
     # lost is made good by the ratio.

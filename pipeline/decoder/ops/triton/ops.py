@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.decoder.ops.draft import DraftNoise
 from pipeline.decoder.ops.layer import (
     PAGE,
     AttentionMetadata,
@@ -38,6 +39,7 @@ from pipeline.decoder.ops.triton.layers import (
 from pipeline.decoder.ops.triton.logits import (
     argmax_kernel,
     draw_kernel,
+    perturb_drafts_kernel,
     propose_join_kernel,
     propose_part_kernel,
     threshold_kernel,
@@ -463,6 +465,20 @@ class TritonOps(Launcher):
             MAPPED=target_ids is not None,
         )  # fmt: skip
         return scores, index
+
+    def perturb_drafts(
+        self, logits: Tensor, noise: DraftNoise, target_ids: Tensor | None = None
+    ) -> Tensor:
+        rows, size, logits = len(noise.seeds), logits.shape[-1], logits.contiguous()
+        block, noisy = min(1024, power_of_two(size)), torch.empty_like(logits)
+        by_row = (each.contiguous() for each in noise[:3])
+        tokens = noise.seeds if target_ids is None else target_ids
+        self._launch(
+            perturb_drafts_kernel, (rows, -(-size // block)),
+            (logits, noisy, tokens, *by_row, noise.weight, len(logits) // rows), warps=4,
+            SIZE=size, BLOCK=block, MAPPED=target_ids is not None,
+        )  # fmt: skip
+        return noisy
 
     def select_beams(
         self,

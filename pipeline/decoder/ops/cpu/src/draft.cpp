@@ -14,6 +14,12 @@ struct DraftHead {  // DraftHead of draft.py
     int64_t norm_output, norm_before_residual, layers, vocabulary;  // rows of the embedding
 };
 
+struct Noise {  // DraftNoise of draft.py; all null where all rows are greedy
+    const float* temperature;
+    const int64_t *seeds, *positions;
+    float weight;
+};
+
 }
 
 namespace {
@@ -30,13 +36,22 @@ struct Beams {
     static std::vector<int64_t> numbers(int64_t count) { return std::vector<int64_t>(count); }
 };
 
-// Logits of `count` normed outputs, and the best k of each. Returns a proposed token that the
-// embedding has no row for, or `kInside`.
-int64_t propose(const DraftHead& head, const Act* normed, Act* logits, Beams& beams, int64_t count,
-             int64_t threads) {
-    const int64_t k = beams.k;
+// Logits of `count` normed outputs `depth` deep, and the best k of each once they have their noise,
+// in `noisy`. Returns a proposed token that the embedding has no row for, or `kInside`.
+int64_t propose(const DraftHead& head, const Act* normed, Act* logits, const Noise& noise,
+                std::vector<Act>& noisy, Beams& beams, int64_t count, int64_t depth,
+                int64_t threads) {
+    const int64_t k = beams.k, size = head.lm_head->out;
     eagle3_linear(normed, head.lm_head, nullptr, logits, count, threads, head.layer->qkv);
-    eagle3_propose(logits, beams.gained.data(), beams.proposed.data(), k, count, head.lm_head->out,
+    const Act* perturbed = logits;
+    if (noise.seeds) {
+        noisy.resize(count * size);
+        eagle3_perturb_drafts(logits, noisy.data(), head.target_ids, noise.temperature, noise.seeds,
+                              noise.positions, noise.weight, depth, beams.rows,
+                              count / beams.rows, size, threads);
+        perturbed = noisy.data();
+    }
+    eagle3_propose(perturbed, beams.gained.data(), beams.proposed.data(), k, count, size,
                    threads);
     for (int64_t i = 0; i < count * k; ++i) {
         beams.proposed[i] = head.target_ids[beams.proposed[i]];
@@ -52,18 +67,21 @@ extern "C" {
 // state [rows, hidden] → tokens, parents, scores [rows, candidates], candidates being
 // k + (steps - 1) k². Keys and values of drafted entries go to `plane`, of two sides of `side`
 // numbers. `metadata` says which rows there are, and the position of each one's first drafted token;
-// its tokens are none. `logits` has room for a step's,
+// its tokens are none; drafted tokens of depth 1 stand at `first` where they are drawn with noise.
+// `logits` has room for a step's,
 // or with `keep` for all of them, one after the other. Returns `kInside`, or the first proposed
 // token that the embedding has no row for: then nothing that was written is a draft.
 int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, const Act* state,
                            Act* plane, int64_t side, int64_t* tokens, int64_t* parents,
-                           float* scores, Act* logits, int64_t keep, int64_t steps, int64_t k,
-                           float eps, int64_t threads) {
+                           float* scores, Act* logits, const float* temperature,
+                           const int64_t* seeds, const int64_t* first, float weight, int64_t keep,
+                           int64_t steps, int64_t k, float eps, int64_t threads) {
     const int64_t size = head->layer->output->out, rows = metadata->rows, all = rows * k;
     const int64_t candidates = k + (steps - 1) * k * k;
     Beams beams{rows, k}, next{rows, k};
     std::vector<Act> normed(all * size), hidden(all * size), other(all * size),
-        joined(all * 2 * size);
+        joined(all * 2 * size), noisy;
+    const Noise noise{temperature, seeds, first, weight};
 
     const Act* read = state;
     if (!head->norm_output) {
@@ -71,7 +89,7 @@ int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, cons
                             size, threads);
         read = normed.data();
     }
-    int64_t outside = propose(*head, read, logits, beams, rows, threads);
+    int64_t outside = propose(*head, read, logits, noise, noisy, beams, rows, 0, threads);
     if (outside != kInside) return outside;
     if (keep) logits += rows * head->lm_head->out;
     for (int64_t beam = 0; beam < all; ++beam) {
@@ -107,7 +125,7 @@ int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, cons
                             size * sizeof(Act));
         eagle3_layers(head->layer, head->layers, &here, joined.data(), hidden.data(), normed.data(),
                       plane, side, nullptr, 0, eps, threads);
-        outside = propose(*head, normed.data(), logits, beams, all, threads);
+        outside = propose(*head, normed.data(), logits, noise, noisy, beams, all, step, threads);
         if (outside != kInside) return outside;
         if (keep) logits += all * head->lm_head->out;
         const Act* output = head->norm_output ? normed.data() : hidden.data();

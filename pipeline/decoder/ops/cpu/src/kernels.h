@@ -60,6 +60,10 @@ int64_t eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const A
                             int64_t rows, int64_t size, int64_t vocabulary);
 void eagle3_propose(const Act* logits, float* score, int64_t* index, int64_t k, int64_t rows,
                     int64_t size, int64_t threads);
+void eagle3_perturb_drafts(const Act* logits, Act* noisy, const int64_t* target_ids,
+                           const float* temperature, const int64_t* seeds,
+                           const int64_t* positions, float weight, int64_t depth, int64_t rows,
+                           int64_t drafts, int64_t size, int64_t threads);
 void eagle3_select_beams(const float* score, const float* gained, const int64_t* proposed,
                          const int64_t* beam_mask, const char* hidden, const int64_t* bits,
                          float* total, int64_t* best, float* kept_score, int64_t* token,

@@ -48,20 +48,17 @@ float exponential(float x) {
     return x < -87.0f ? 0.0f : y * power;
 }
 
-// Philox 4x32-10: the words of kBlock tokens from `first` on.
-void random_words(const Settings& settings, int64_t first, uint32_t* words) {
-    constexpr int64_t kGroups = kBlock / 4;
-    uint32_t counter[4][kGroups];
-    for (int64_t i = 0; i < kGroups; ++i) {
-        counter[0][i] = static_cast<uint32_t>(settings.position);
-        counter[1][i] = static_cast<uint32_t>(settings.position >> 32);
-        counter[2][i] = static_cast<uint32_t>(first / 4 + i);
+// Philox 4x32-10 of Groups groups of four tokens, whose numbers are counter[2]: their words.
+template <int64_t Groups>
+void philox(uint64_t seed, uint64_t position, uint32_t (&counter)[4][Groups]) {
+    for (int64_t i = 0; i < Groups; ++i) {
+        counter[0][i] = static_cast<uint32_t>(position);
+        counter[1][i] = static_cast<uint32_t>(position >> 32);
         counter[3][i] = 0;
     }
-    uint32_t low = static_cast<uint32_t>(settings.seed),
-             high = static_cast<uint32_t>(settings.seed >> 32);
+    uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
     for (int round = 0; round < 10; ++round) {
-        for (int64_t i = 0; i < kGroups; ++i) {
+        for (int64_t i = 0; i < Groups; ++i) {
             const uint64_t one = uint64_t{0xD2511F53} * counter[0][i],
                            two = uint64_t{0xCD9E8D57} * counter[2][i];
             counter[0][i] = static_cast<uint32_t>(two >> 32) ^ counter[1][i] ^ low;
@@ -71,6 +68,13 @@ void random_words(const Settings& settings, int64_t first, uint32_t* words) {
         }
         low += 0x9E3779B9, high += 0xBB67AE85;
     }
+}
+
+// The words of kBlock tokens from `first` on.
+void random_words(const Settings& settings, int64_t first, uint32_t* words) {
+    uint32_t counter[4][kBlock / 4];
+    for (int64_t i = 0; i < kBlock / 4; ++i) counter[2][i] = static_cast<uint32_t>(first / 4 + i);
+    philox(settings.seed, settings.position, counter);
     for (int64_t i = 0; i < kBlock; ++i) words[i] = counter[i % 4][i / 4];
 }
 
@@ -211,5 +215,42 @@ extern "C" void eagle3_sample(const Act* logits, const int64_t* tokens, const in
                 if (parents[at + child] == node && tokens[at + child] == token) next = child;
             node = next;
         }
+    }
+}
+
+// Logits of `drafts` drafts for each of `rows` rows, [rows · drafts, size], with `weight` times the
+// noise of the tokens `target_ids`, or with null of all; see perturb_drafts of base.py. Tokens stand `depth`
+// after `positions` [rows].
+extern "C" void eagle3_perturb_drafts(const Act* logits, Act* noisy, const int64_t* target_ids,
+                                      const float* temperature, const int64_t* seeds,
+                                      const int64_t* positions, float weight, int64_t depth,
+                                      int64_t rows, int64_t drafts, int64_t size,
+                                      int64_t threads) {
+    const int64_t blocks = (size + kBlock - 1) / kBlock;
+#pragma omp parallel for num_threads(threads) if (rows * size > 1 << 12)
+    for (int64_t at = 0; at < rows * blocks; ++at) {
+        const int64_t row = at / blocks, start = at % blocks * kBlock;
+        const int64_t count = std::min(kBlock, size - start), first = row * drafts * size + start;
+        if (temperature[row] == 0) {
+            for (int64_t from = first, i = 0; i < drafts; ++i, from += size)
+                std::copy_n(logits + from, count, noisy + from);
+            continue;
+        }
+        const F16 inverse = all(1 / std::max(temperature[row], 1e-6f));
+        uint32_t counter[4][kBlock];
+        int64_t token[kBlock];
+        for (int64_t i = 0; i < kBlock; ++i) {
+            const int64_t in = std::min(start + i, size - 1);
+            token[i] = target_ids ? target_ids[in] : in;
+            counter[2][i] = static_cast<uint32_t>(token[i] / 4);
+        }
+        philox(seeds[row], positions[row] + depth, counter);
+        float noise[kBlock] = {};
+        for (int64_t i = 0; i < count; ++i) noise[i] = weight * gumbel(counter[token[i] % 4][i]);
+        for (int64_t from = first, draft = 0; draft < drafts; ++draft, from += size)
+            for (int64_t i = 0; i < count; i += kLanes) {
+                const F16 scaled = load(logits + from + i, count - i) * inverse;
+                store(noisy + from + i, scaled + load(noise + i), count - i);
+            }
     }
 }
