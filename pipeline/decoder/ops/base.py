@@ -66,7 +66,7 @@ class TorchOps:
     def pack_float8(self, weight: Tensor) -> Packed:
         """The same of a weight that is rounded to float8, with a scale for each row; a backend
         that does not read such weights computes with what they hold."""
-        return self.pack(Float8Rows.of(weight).widened(torch.float32))
+        return self.pack(Float8Rows.of(weight).widened())
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """x [T, in] → [T, out]; `weight` has been through `pack`."""

@@ -18,30 +18,30 @@ Packed: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False)
 class Float8Rows:
-    """A weight [out, in] in float8 (e4m3), each row times its scale."""
+    """A weight [out, in] in float8 (e4m3), each row times its scale.
+
+    Scales are powers of two, so that bfloat16 holds what it holds exactly, whatever computes.
+    """
 
     values: Tensor  # [out, in] uint8, the bytes of float8_e4m3fn
     scales: Tensor  # [out] float32
 
     @classmethod
     def of(cls, weight: Tensor) -> Float8Rows:
-        """Each row's largest number becomes float8's."""
+        """Each row's largest number becomes one of float8's largest, by the smallest such scale."""
         wide = weight.float()
         most = torch.finfo(torch.float8_e4m3fn).max
-        scales = (wide.abs().amax(1) / most).clamp(min=torch.finfo(torch.float32).tiny)
+        exponents = torch.frexp(wide.abs().amax(1) / most).exponent.clamp(min=-100)
+        scales = torch.exp2(exponents.float())
         values = (wide / scales[:, None]).to(torch.float8_e4m3fn)
         return cls(values.view(torch.uint8), scales)
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """[out, in]: what the bytes say."""
-        return self.values.view(torch.float8_e4m3fn).to(dtype)
-
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        """[out, in]: what it holds."""
-        return (self.numbers(torch.float32) * self.scales[:, None]).to(dtype)
+    def widened(self) -> Tensor:
+        """[out, in] bfloat16: what it holds."""
+        return self.values.view(torch.float8_e4m3fn).bfloat16() * self.scales[:, None].bfloat16()
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,19 +115,19 @@ class TritonOps(Launcher):
         return attention + product + drawn * CAPACITY * self.dtype.itemsize
 
     def pack_float8(self, weight: Tensor) -> Packed:
-        return Float8Rows.of(weight)
+        # Kernels read a weight in two halves.
+        return super().pack_float8(weight) if len(weight) % 2 else Float8Rows.of(weight)
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         if not isinstance(weight, Float8Rows):
             return super().linear(x, weight, bias)
-        if len(x) > MOST_FUSED or len(weight) % 2:
-            # The bytes' numbers are exact in any type; scales multiply the sums, as in the kernel.
-            sums = super().linear(x, weight.numbers(self.dtype)).float() * weight.scales
-            return (sums if bias is None else sums + bias).to(self.dtype)
         out = x.new_empty(len(x), len(weight))
-        blocks = -(-len(weight) // (2 * HALF_ROWS))
-        where = 0.0, blocks, HALF_ROWS, (out,)
-        self._product(product_kernel, x, weight, bias, *where, OUTPUTS=len(weight))
+        where = 0.0, -(-len(weight) // (2 * HALF_ROWS)), HALF_ROWS
+        # Each part reads all bytes, which costs a long prompt time, and no memory for a copy.
+        parts = (torch.split(each, MOST_FUSED) for each in (x, out))
+        for read, written in zip(*parts, strict=True):
+            each = *where, (written,)
+            self._product(product_kernel, read, weight, bias, *each, OUTPUTS=len(weight))
         return out
 
     def layers(
