@@ -25,6 +25,7 @@ from bench.round import (
     main,
     without_data,
 )
+from bench.round import TREE as ROUND_TREE
 from pipeline.config import TreeSection
 from pipeline.decoder import engine as scheduler
 from pipeline.decoder.batch import DecodeBatch, TokenRows
@@ -114,6 +115,21 @@ def test_a_drafting_round_reads_the_target_once(
 ) -> None:
     for rows in (1, 8, 32):
         assert counted[rows, "greedy"].read < 1.5 * counted[rows, "plain"].read
+
+
+def test_a_head_in_float8_saves_what_the_cost_model_counts(
+    counted: dict[tuple[int, str], RoundCounts],
+) -> None:
+    """A byte of every parameter, as often as a round of one row reads it."""
+    model = llama_8b(256, layers=8)
+    stored, work = (eagle3_for(model, float8=each).work(ROUND_TREE) for each in (False, True))
+    assert (stored.weight_bytes, work.weight_bytes) == (None, 1)
+    steps = ROUND_TREE.steps - 1
+    parameters = steps * sum(size for size, _ in work.step) + sum(
+        size for size, _ in work.extension
+    )
+    saved = counted[1, "greedy"].read - counted[1, "fp8"].read
+    assert saved == pytest.approx(parameters, rel=0.01)
 
 
 # Planted faults ---------------------------------------------------------------------------------
