@@ -225,8 +225,9 @@ class TritonOps(Launcher):
         held, gain, squares = x if isinstance(x, Normed) else (x.contiguous(),) * 3
         (tokens, size), narrow = held.shape, held.dtype != torch.float32
         rounded = isinstance(weight, Float8Rows)
-        step = (128 if rounded else 64) if narrow else 32
         block = power_of_two(tokens, 16)
+        # As many bytes in flight of float8 as of bfloat16; 64 tokens' sums leave no registers.
+        step = (128 if rounded and block <= 32 else 64) if narrow else 32
         splits = splits_of(blocks, -(-size // step), size // (SPLIT_INPUTS * block))
         parts = squares.shape[1] if isinstance(x, Normed) else 0
         left = (blocks, splits, tokens, 2 * half) if splits > 1 else (0,)
@@ -238,8 +239,9 @@ class TritonOps(Launcher):
             (blocks, splits),
             (*inputs, partial, self._arrivals(blocks, held.device), tokens, eps, *own),
             warps=4,
-            # 18 KiB a stage with 16 tokens (bfloat16): two programs share a multiprocessor.
-            stages=(5 if block <= 32 else 4) if narrow else 2,
+            # 18 KiB a stage with 16 tokens (bfloat16; float8 takes up to 21): two programs share a
+            # multiprocessor.
+            stages=(5 if block <= 32 and not rounded else 4) if narrow else 2,
             strided=strided,
             **constants,
             SIZE=size,

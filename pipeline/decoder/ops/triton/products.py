@@ -184,10 +184,10 @@ def product_kernel(
     )  # fmt: skip
     if last:
         token, column = tl.arange(0, TOKENS_BLOCK)[:, None], first + tl.arange(0, HALF)[None, :]
-        inside, dtype = (token < tokens) & (column < OUTPUTS // 2), out.dtype.element_ty
+        inside = (token < tokens) & (column < OUTPUTS // 2)
         at = token.to(tl.int64) * OUTPUTS + column
-        tl.store(out + at, left.to(dtype), mask=inside)
-        tl.store(out + at + OUTPUTS // 2, right.to(dtype), mask=inside)
+        tl.store(out + at, left.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + OUTPUTS // 2, right.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
