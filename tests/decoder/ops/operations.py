@@ -124,7 +124,10 @@ def float8_linear(backend: Backend, rows: int, outputs: int, inputs: int, biased
     weight[2:, ::3] /= 2000
     x, bias = backend.numbers(rows, inputs), backend.numbers(outputs) if biased else None
     y = backend.ops.linear(x, backend.ops.pack_float8(weight), bias)
-    held = Float8Rows.of(weight).widened().double()
+    rows_of = Float8Rows.of(weight)
+    held = rows_of.widened().double()
+    numbers = rows_of.values.view(torch.float8_e4m3fn).double()
+    assert torch.equal(held, numbers * rows_of.scales.double()[:, None]), "bfloat16 holds all"
     wanted = x.double() @ held.t()
     wanted = wanted if bias is None else wanted + bias.double()
     backend.near(y, wanted, absolute=backend.rounded[1] * math.sqrt(inputs))
