@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.config import TreeSection
+from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import decode_round, draft_tree, prefill_prompt
+from pipeline.drafters.registry import load_drafter
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from tests.decoder.conftest import CAPTURE, load_model, open_rows, poisoned_planes, random_tokens
@@ -189,8 +190,11 @@ def test_a_head_in_float8_drafts_as_one_that_was_rounded_beforehand(
 ) -> None:
     model = load_model(make_target("llama"), ops=ops)
     prompt, scores = random_tokens(40, seed=3), []
-    drafters = [
-        Eagle3Drafter(head, model, TREE, float8=True),
+    target: Any = None
+    make = load_drafter(DrafterSection(name="eagle3", weights="fp8"), model, target, head)
+    assert make is not None
+    drafters: list[Any] = [
+        make(TREE),
         Eagle3Drafter(in_float8(head), model, TREE),
         Eagle3Drafter(head, model, TREE),
     ]
