@@ -32,7 +32,12 @@ from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
 from pipeline.config.train import Loss
 from pipeline.decoder.ops.draft import DraftNoise
-from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack, LayerWeights
+from pipeline.decoder.ops.layer import (
+    PAGE,
+    AttentionMetadata,
+    LayerStack,
+    LayerWeights,
+)
 from pipeline.decoder.ops.tree import SamplingTensors, root_only
 from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
@@ -47,7 +52,10 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 _SHARED = {arch: limit + 1024 for arch, limit in SHARED_LIMIT.items()}
 _PARTS, _PART_REGISTERS, _REGISTER_BLOCK, _WARPS, _PROGRAMS = 4, 16384, 256, 64, 32
 
-_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+_TYPES = {
+    **{torch.bfloat16: "bf16", torch.float32: "fp32"},
+    **{torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"},
+}
 
 
 @dataclass(frozen=True)
@@ -296,7 +304,7 @@ def _record_attention(ops: Recorder, dtype: torch.dtype, size: int) -> None:
 
 def _record_products(ops: Recorder, dtype: torch.dtype, size: int) -> None:
     """An 8B model's layers with heads of `size`: plain decoding, a tree, the most that are fused;
-    with the biases and head norms of other families."""
+    with the biases and head norms of other families, and with a draft head's in float8."""
     plane = _empty(2, 2, 32, 8, PAGE, size, dtype=dtype)
     rotary = _empty(8192, size, dtype=dtype), _empty(8192, size, dtype=dtype)
     gain = _empty(4096, dtype=dtype)
@@ -313,10 +321,15 @@ def _record_products(ops: Recorder, dtype: torch.dtype, size: int) -> None:
         down=_empty(4096, 14336, dtype=dtype),
     )
     other = replace(plain, qkv_bias=_empty(qkv, dtype=dtype), head_norms=(gain[:size], gain[:size]))
+    matrices = {name: getattr(plain, name) for name in ("qkv", "output", "gate_up", "down")}
+    rounded = {name: ops.pack_float8(each) for name, each in matrices.items()}
+    float8 = replace(plain, **rounded)
     # float32 is for checks, as above.
-    forms = [(16, plain)] if dtype == torch.float32 else [(16, plain), (64, plain), (16, other)]
+    forms = [(16, plain), (16, float8)]
+    if dtype != torch.float32:
+        forms += [(64, plain), (16, other), (64, float8)]
     for tokens, weights in forms:
-        other_form = " bias, norms" if weights is other else ""
+        other_form = {id(other): " bias, norms", id(float8): " fp8"}.get(id(weights), "")
         ops.label = f"{_TYPES[dtype]} d={size} tokens={tokens}{other_form}"
         hidden, index = _empty(tokens, 4096, dtype=dtype), _empty(tokens)
         metadata = AttentionMetadata(
@@ -324,6 +337,9 @@ def _record_products(ops: Recorder, dtype: torch.dtype, size: int) -> None:
         )
         stack = LayerStack((weights, weights), (gain, gain), 1e-5, ())
         ops.layers(stack, metadata, hidden, hidden, plane)
+        if weights is float8:
+            ops.label = f"{_TYPES[dtype]} tokens={tokens} fp8"
+            ops.linear(hidden, ops.pack_float8(_empty(32000, 4096, dtype=dtype)))
 
 
 def _record_trees(ops: Recorder) -> None:

@@ -423,6 +423,7 @@ _TOUCHED: dict[str, Callable[[dict[str, Any], Any, int], _Touched]] = {
     "project_heads": _project_heads,
     "add_product": _product,
     "gated_product": _product,
+    "product": _product,
     "compact": _compact,
     "argmax": _largest,
     "threshold": _threshold,
@@ -505,11 +506,13 @@ def llama_8b(
         )
 
 
-def eagle3_for(model: DecoderModel, tree: TreeSection = TREE) -> Eagle3Drafter:
+def eagle3_for(
+    model: DecoderModel, tree: TreeSection = TREE, *, float8: bool = False
+) -> Eagle3Drafter:
     """A head of the usual shape for it."""
     with without_data():
         head = random_target.random_head(model.config, torch.arange(DRAFT_VOCABULARY))
-        return Eagle3Drafter(head, model, tree)
+        return Eagle3Drafter(head, model, tree, float8=float8)
 
 
 _HEADINGS = "round", "rows", "launches", "allocations", "held MB", "read MB", "written MB"
@@ -534,11 +537,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     heading = _ROW.format(*_HEADINGS)
     print(heading + (_TIMES.format("memory ms", "gaps ms", "round ms") if timed else ""))
     model = llama_8b(chosen.length)
-    drafter = eagle3_for(model)
+    drafter, in_float8 = eagle3_for(model), eagle3_for(model, float8=True)
     for rows in chosen.rows:
         for name, drafting, sampling in (
             ("plain", None, False),
             ("greedy tree", drafter, False),
+            ("greedy, fp8 head", in_float8, False),
             ("sampled tree", drafter, True),
         ):
             counts = count_round(model, drafting, rows, chosen.context, sampling=sampling)

@@ -1,4 +1,4 @@
-"""Acceptance above temperature 0: what drafts are drawn by, and how they are verified.
+"""Acceptance by what drafts are drawn by, how they are verified, and the head's weights.
 
     python -m bench.sampling --head DIR [--trees 5/4/16,3/1/4] [--temperatures 0.6,1]
                              [--top-p 1,0.95] [--ways best,noise,rejection] [--sets chat,code]
@@ -8,16 +8,19 @@
     noise       the decoder's own: likely tokens with the noise of the target's draws, looked up
     rejection   drawn by noise of their own, verified with their probabilities: chains as a block,
                 trees sibling by sibling, made of the best slots (`bench.rejection`)
+    fp8         as noise, with the head's matrices rounded to float8 (`drafter.weights`)
 
 Prints τ of each, and its difference from the first way's, paired by prompt, with 95 % intervals.
-The first two emit the same text; that of rejection differs, so its interval is wider.
+All but rejection emit the same text; its own differs, so its interval is wider. At temperature 0
+there is no noise, and rejection is not defined: --temperatures 0 --ways noise,fp8.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -193,9 +196,12 @@ def _drawn(chances: Tensor, generator: torch.Generator) -> int:
     return int(torch.multinomial(normalised(chances.clamp(min=0)), 1, generator=generator))
 
 
-WAYS: dict[str, type[Eagle3Drafter]] = {
-    "best": BestDrafter, "noise": Eagle3Drafter, "rejection": RejectedDrafter,
-}  # fmt: skip
+WAYS: dict[str, Callable[[Eagle3Head, DecoderModel, TreeSection], Eagle3Drafter]] = {
+    "best": BestDrafter,
+    "noise": Eagle3Drafter,
+    "rejection": RejectedDrafter,
+    "fp8": partial(Eagle3Drafter, float8=True),
+}
 
 
 def main() -> None:
@@ -291,7 +297,10 @@ def _options() -> argparse.Namespace:
     option("--temperatures", type=_numbers, default="0.6,1")
     option("--top-p", type=_numbers, default="1,0.95")
     option(
-        "--ways", type=_ways, default=",".join(WAYS), help="the first is what others differ from"
+        "--ways",
+        type=_ways,
+        default="best,noise,rejection",
+        help="the first is what others differ from",
     )
     option("--sets", type=set_names, default="chat,code", help=f"of {', '.join(SETS)}, or tokens")
     option("--prompts", type=int, default=24, help="of each set")

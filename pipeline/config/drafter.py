@@ -30,6 +30,11 @@ class Eagle3DrafterSection(Section):
     """Recent positions that the head attends to, in whole pages of 64 beside the first page: beyond
     its training length a head keeps its acceptance so. None: as it was trained."""
 
+    weights: Literal["stored", "fp8"] = "stored"
+    """fp8: the head's matrices are rounded to float8 (e4m3, a scale for each row), half of what a
+    draft reads on a GPU. Drafts change slightly, replies never. A CPU computes with the same
+    rounded numbers and gains nothing. Heads with one layer of their own or several, not chained."""
+
 
 class BlockDrafterSection(Section):
     """Drafting with a block drafter."""

@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from pipeline.config.credentials import VariableName, check_endpoint
+from pipeline.config.drafter import ALL_SETTINGS, DrafterSection
 from pipeline.config.evaluation import EvalSection, RivalSection
 from pipeline.config.section import Section
 from pipeline.config.server import ServeSection
@@ -490,7 +491,9 @@ class RunConfig(Section):
         section: Any = self
         for key in keys[:-1]:
             section = getattr(section, key, None)
-        fields = type(section).model_fields if isinstance(section, BaseModel) else {}
+        fields = dict(type(section).model_fields) if isinstance(section, BaseModel) else {}
+        if isinstance(section, DrafterSection):
+            fields |= ALL_SETTINGS
         if keys[-1] not in fields:
             return None
         return to_jsonable_python(fields[keys[-1]].get_default(call_default_factory=True))

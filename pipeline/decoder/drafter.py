@@ -60,6 +60,7 @@ class DraftWork(NamedTuple):
     entry: int  # numbers in the keys and values of one token
     queries: int  # numbers in its queries
     dtype: torch.dtype
+    weight_bytes: int | None = None  # of a parameter; None: as the type's
 
 
 class Drafter(DrafterMemory, Protocol):

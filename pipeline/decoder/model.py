@@ -9,7 +9,7 @@ Shapes: T tokens, H hidden size, V vocabulary, Q query heads, G key/value heads,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.decoder.kv import PlaneShape
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.eager import EagerOps
-from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights, Packed
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import UnsupportedModel
 from pipeline.target.architecture import DECODED, read_architecture
@@ -163,8 +163,15 @@ class DecoderModel:
         return self.ops.linear(final, self.lm_head)
 
 
-def fuse_layer(layer: Mapping[str, Tensor], ops: TorchOps, device: torch.device) -> LayerWeights:
-    """A layer's tensors by their Hugging Face names → what `ops.layer` computes with."""
+def fuse_layer(
+    layer: Mapping[str, Tensor],
+    ops: TorchOps,
+    device: torch.device,
+    pack: Callable[[Tensor], Packed] | None = None,
+) -> LayerWeights:
+    """A layer's tensors by their Hugging Face names → what `ops.layer` computes with, its matrices
+    by `pack`, else by `ops.pack`."""
+    pack = pack or ops.pack
 
     def fused(*names: str) -> Tensor:
         return stored(torch.cat([layer[name] for name in names]), device)
@@ -175,14 +182,14 @@ def fuse_layer(layer: Mapping[str, Tensor], ops: TorchOps, device: torch.device)
     qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
     query_norm, key_norm = (vector(f"self_attn.{name}_norm.weight") for name in "qk")
     return LayerWeights(
-        qkv=ops.pack(fused(*(f"{name}.weight" for name in qkv))),
+        qkv=pack(fused(*(f"{name}.weight" for name in qkv))),
         qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
-        output=ops.pack(stored(layer["self_attn.o_proj.weight"], device)),
+        output=pack(stored(layer["self_attn.o_proj.weight"], device)),
         output_bias=vector("self_attn.o_proj.bias"),
         post_norm=layer["post_attention_layernorm.weight"].to(device, ops.dtype),
-        gate_up=ops.pack(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-        down=ops.pack(stored(layer["mlp.down_proj.weight"], device)),
+        gate_up=pack(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+        down=pack(stored(layer["mlp.down_proj.weight"], device)),
     )
 
 

@@ -463,7 +463,7 @@ def _head_seconds(
         tokens,
         entry=work.entry,
         queries=work.queries,
-        stored=work.dtype.itemsize,
+        stored=work.weight_bytes or work.dtype.itemsize,
         dtype=work.dtype,
     )
 

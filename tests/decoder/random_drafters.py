@@ -6,6 +6,7 @@ of what reaches the kernels that counts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from bench.random_target import random_head, random_model
 from pipeline.config import NgramSection
 from pipeline.decoder.drafter import Drafter, Trees
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.ops.layer import PAGE, Float8Rows
 from pipeline.drafters.ngram import NgramDrafter
 from pipeline.drafters.self_spec import SnapKvDrafter, StreamingDrafter
 from pipeline.drafters.standalone import StandaloneDrafter
@@ -23,11 +24,22 @@ from pipeline.heads.dflash.drafter import DflashDrafter
 from pipeline.heads.dflash.init import dflash_shape_for
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.init import random_init, shape_for
 from pipeline.heads.mtp.drafter import ChainedDrafter
 from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 
 DRAFTERS = "eagle3", "mtp", "dflash", "dspark", "ngram", "standalone", "streaming", "snapkv"
+
+
+def in_float8(head: Eagle3Head) -> Eagle3Head:
+    """The head with its matrices rounded beforehand."""
+    rounded = copy.deepcopy(head)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(Float8Rows.of(parameter).widened())
+    return rounded
 
 
 def every_drafter(model: DecoderModel) -> Mapping[str, Callable[[Trees], Drafter]]:

@@ -25,6 +25,7 @@ from bench.round import (
     main,
     without_data,
 )
+from bench.round import TREE as ROUND_TREE
 from pipeline.config import TreeSection
 from pipeline.decoder import engine as scheduler
 from pipeline.decoder.batch import DecodeBatch, TokenRows
@@ -53,12 +54,15 @@ def gpu() -> Iterator[FakeGpu]:
 COUNTS = {
     (1, "plain"): (180, 433, 642_048, 15_580_693_552, 33_414_040),
     (1, "greedy"): (269, 588, 10_231_296, 19_978_111_256, 492_535_628),
+    (1, "fp8"): (269, 594, 10_231_296, 18_062_726_424, 497_674_060),
     (1, "sampled"): (283, 605, 10_231_296, 19_988_692_228, 493_628_088),
     (8, "plain"): (180, 433, 5_115_904, 19_576_601_216, 267_312_320),
     (8, "greedy"): (397, 588, 78_650_880, 25_348_962_216, 1_518_075_488),
+    (8, "fp8"): (397, 594, 78_650_880, 23_466_400_680, 1_556_037_216),
     (8, "sampled"): (411, 605, 78_650_880, 25_424_649_992, 1_526_815_168),
     (32, "plain"): (180, 433, 20_457_472, 33_109_083_904, 901_477_120),
     (32, "greedy"): (412, 583, 314_601_984, 44_484_024_872, 5_737_888_128),
+    (32, "fp8"): (442, 639, 314_601_984, 45_151_850_024, 6_139_165_056),
     (32, "sampled"): (426, 600, 314_601_984, 44_782_935_976, 5_772_846_848),
 }
 
@@ -66,11 +70,12 @@ COUNTS = {
 @pytest.fixture(scope="module")
 def counted() -> dict[tuple[int, str], RoundCounts]:
     model = llama_8b(8192)
-    drafter = eagle3_for(model)
+    drafter, in_float8 = eagle3_for(model), eagle3_for(model, float8=True)
+    drafters = {"plain": None, "greedy": drafter, "fp8": in_float8, "sampled": drafter}
     return {
         (rows, name): count_round(model, drafting, rows, CONTEXT, sampling=name == "sampled")
         for rows in (1, 8, 32)
-        for name, drafting in (("plain", None), ("greedy", drafter), ("sampled", drafter))
+        for name, drafting in drafters.items()
     }
 
 
@@ -84,7 +89,10 @@ def test_counts_are_pinned(counted: dict[tuple[int, str], RoundCounts]) -> None:
 
 def test_the_page_shows_them() -> None:
     page = (ROOT / "docs/decoder.md").read_text(encoding="utf-8")
-    names = {"plain": "plain", "greedy": "greedy tree", "sampled": "sampled tree"}
+    names = {
+        **{"plain": "plain", "greedy": "greedy tree", "fp8": "greedy, fp8 head"},
+        "sampled": "sampled tree",
+    }
     for (rows, name), (launches, allocations, *sizes) in COUNTS.items():
         megabytes = " | ".join(f"{size / 1e6:,.0f}" for size in sizes)
         assert f"| {names[name]} | {rows} | {launches} | {allocations} | {megabytes} |" in page
@@ -107,6 +115,21 @@ def test_a_drafting_round_reads_the_target_once(
 ) -> None:
     for rows in (1, 8, 32):
         assert counted[rows, "greedy"].read < 1.5 * counted[rows, "plain"].read
+
+
+def test_a_head_in_float8_saves_what_the_cost_model_counts(
+    counted: dict[tuple[int, str], RoundCounts],
+) -> None:
+    """A byte of every parameter, as often as a round of one row reads it."""
+    model = llama_8b(256, layers=8)
+    stored, work = (eagle3_for(model, float8=each).work(ROUND_TREE) for each in (False, True))
+    assert (stored.weight_bytes, work.weight_bytes) == (None, 1)
+    steps = ROUND_TREE.steps - 1
+    parameters = steps * sum(size for size, _ in work.step) + sum(
+        size for size, _ in work.extension
+    )
+    saved = counted[1, "greedy"].read - counted[1, "fp8"].read
+    assert saved == pytest.approx(parameters, rel=0.01)
 
 
 # Planted faults ---------------------------------------------------------------------------------
@@ -203,9 +226,10 @@ def test_a_freed_input_is_seen(gpu: FakeGpu) -> None:
         graph.replay()
 
 
-def test_the_clock_keeps_the_trees_that_its_graphs_verify(gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("float8", [False, True])
+def test_the_clock_keeps_the_trees_that_its_graphs_verify(gpu: FakeGpu, float8: bool) -> None:
     model = llama_8b(256, gpu.ops, layers=8)
-    meter = CostMeter(model, eagle3_for(model), 2, 100, (1, 8), (1, 4), (1, 3))
+    meter = CostMeter(model, eagle3_for(model, float8=float8), 2, 100, (1, 8), (1, 4), (1, 3))
     gc.collect()
     for graph in gpu.graphs:
         graph.replay()
@@ -229,12 +253,15 @@ def largest_prefill(engine: Engine, tokens: int) -> None:
         prefill(model, engine.pools.planes, engine.drafter, batch, rows, ids, ids, last=len(batch))
 
 
-@pytest.mark.parametrize("slots", [1, 8, 64])
-def test_an_8b_target_on_24_gb(slots: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "float8"), [(1, False), (8, False), (64, False), (1, True), (64, True)]
+)
+def test_an_8b_target_on_24_gb(slots: int, float8: bool) -> None:
     """Weights, rounds and prompts fit beside the pages, which take most of what is left."""
     with fake_gpu(24 * GIB) as gpu:
         model = llama_8b(8192, gpu.ops)
-        engine = Engine(model, drafter=eagle3_for(model), slots=slots, buckets=(slots,))
+        drafter = eagle3_for(model, float8=float8)
+        engine = Engine(model, drafter=drafter, slots=slots, buckets=(slots,))
         before = gpu.peak_bytes = gpu.held_bytes()
         largest_prefill(engine, 2048)
         prompts = gpu.peak_bytes - before
@@ -288,7 +315,7 @@ def test_the_command_prints_a_roofline(capsys: pytest.CaptureFixture[str]) -> No
     """Of the bytes and of the gaps between launches, from what the user says of a machine."""
     assert main(["--rows", "1", "--bandwidth", "2000", "--gap", "1"]) == 0
     heading, plain, *drafting = capsys.readouterr().out.splitlines()
-    assert heading.split()[-2:] == ["round", "ms"] and len(drafting) == 2
+    assert heading.split()[-2:] == ["round", "ms"] and len(drafting) == 3
     launches, _, _, read, written = COUNTS[1, "plain"]
     memory, gaps = (read + written) / 2e9, launches / 1e3  # milliseconds
     figures = [float(each) for each in plain.split()[-3:]]

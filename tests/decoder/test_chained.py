@@ -347,10 +347,13 @@ def test_what_does_not_fit_is_refused_by_name(model: DecoderModel, chain: Chaine
     target: Any = None
     with pytest.raises(ConfigError, match="cannot draft with this head, which is one for eagle3"):
         load_drafter(DrafterSection(name="dflash"), model, target, chain)
-    section = DrafterSection(name="eagle3", draft_window=128)
-    with pytest.raises(ConfigError, match="chained heads see the whole text") as refused:
-        load_drafter(section, model, target, chain)
-    assert refused.value.where == "drafter.draft_window"
+    for setting, value, problem in (
+        ("draft_window", 128, "chained heads see the whole text"),
+        ("weights", "fp8", "chained heads cannot draft with fp8"),
+    ):
+        with pytest.raises(ConfigError, match=problem) as refused:
+            load_drafter(DrafterSection(name="eagle3", **{setting: value}), model, target, chain)
+        assert refused.value.where == f"drafter.{setting}"
     make = load_drafter(DrafterSection(name="eagle3"), model, target, chain)
     assert make is not None and isinstance(make(TREE), ChainedDrafter)
     assert drafter_name(chain) == "eagle3"

@@ -12,15 +12,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.config import TreeSection
+from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import decode_round, draft_tree, prefill_prompt
+from pipeline.drafters.registry import load_drafter
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
-from tests.decoder.conftest import CAPTURE, open_rows, poisoned_planes, random_tokens
+from tests.decoder.conftest import CAPTURE, load_model, open_rows, poisoned_planes, random_tokens
+from tests.decoder.random_drafters import in_float8
 
 TREE = TreeSection(top_k=3, steps=4, nodes=10)
 #: What a backend launches as one kernel, or few.
@@ -178,3 +181,32 @@ def test_a_window_at_decode_time_is_that_of_a_head_which_was_trained_with_it(
         prefill_prompt(model, planes, drafter, batch, prompt)
         scores.append(drafter.candidates(batch, planes, TREE).scores)
     assert torch.equal(scores[0], scores[1]) and not torch.allclose(scores[0], scores[2])
+
+
+@pytest.mark.parametrize("ops", [None, EagerOps(), TorchOps()], ids=["picked", "eager", "torch"])
+@torch.inference_mode()
+def test_a_head_in_float8_drafts_as_one_that_was_rounded_beforehand(
+    make_target: Callable[[str], Path], head: Eagle3Head, ops: TorchOps | None
+) -> None:
+    model = load_model(make_target("llama"), ops=ops)
+    prompt, scores = random_tokens(40, seed=3), []
+    target: Any = None
+    make = load_drafter(DrafterSection(name="eagle3", weights="fp8"), model, target, head)
+    assert make is not None
+    drafters: list[Any] = [
+        make(TREE),
+        Eagle3Drafter(in_float8(head), model, TREE),
+        Eagle3Drafter(head, model, TREE),
+    ]
+    for drafter in drafters:
+        planes = poisoned_planes(model, 3, drafter)
+        batch = open_rows(model, 1, pages=2, drafter=drafter)
+        prefill_prompt(model, planes, drafter, batch, prompt)
+        scores.append(drafter.candidates(batch, planes, TREE).scores)
+    assert torch.equal(scores[0], scores[1]) and not torch.allclose(scores[0], scores[2], rtol=0.01)
+    request = Request("a", tuple(prompt.tolist()), 20, ())
+    plain, drafted = (
+        [done.token_ids for done in Engine(model, drafter=each).generate([request])]
+        for each in (None, drafters[0])
+    )
+    assert plain == drafted

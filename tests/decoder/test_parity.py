@@ -188,8 +188,8 @@ def test_a_planted_off_by_one_in_the_rotary_position_is_seen(
 ) -> None:
     original = Eagle3Drafter._load
 
-    def late(drafter: Eagle3Drafter, head: Eagle3Head, model: DecoderModel) -> None:
-        original(drafter, head, model)
+    def late(drafter: Eagle3Drafter, head: Eagle3Head, model: DecoderModel, pack: Any) -> None:
+        original(drafter, head, model, pack)
         # Positions behind the prompt, those of later draft steps, are rotated by one too many.
         rotary = [
             torch.cat((table[:PREFIX], table[PREFIX + 1 :])) for table in drafter._head.rotary

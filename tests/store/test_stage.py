@@ -228,6 +228,23 @@ def test_keys_that_shape_nothing_and_later_defaults_do_not_conflict(tmp_path: Pa
             open_synth(make_config(tmp_path, synth=changed))
 
 
+def test_later_settings_of_a_drafter_do_not_conflict(tmp_path: Path) -> None:
+    """They stand beside its name, in a section that does not declare them."""
+
+    def evaluation(**settings: Any) -> RunConfig:
+        drafter = {"name": "eagle3", **settings}
+        return make_config(tmp_path, eval={"sources": [{"source": "a.jsonl"}], "drafter": drafter})
+
+    open_stage(evaluation(), "eval", None)
+    path = tmp_path / "eval/begin.json"
+    begun = json.loads(path.read_text())
+    del begun["shaping"]["eval"]["drafter"]["weights"]
+    path.write_bytes(resealed({**begun, "config_hash": "0" * 64}))
+    open_stage(evaluation(), "eval", None)
+    with pytest.raises(StageConflict, match=r'eval\.drafter\.weights "stored" → "fp8"'):
+        open_stage(evaluation(weights="fp8"), "eval", None)
+
+
 def test_an_older_begin_record_is_compared_by_its_hash(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     open_synth(config).commit("00000.bin", b"data", rows=1, tokens=1)

@@ -34,6 +34,7 @@ from pipeline.decoder.ops.draws import by_node, gumbel_of, perturb
 from pipeline.decoder.ops.layer import (
     PAGE,
     AttentionMetadata,
+    Float8Rows,
     LayerStack,
     LayerWeights,
     Packed,
@@ -61,6 +62,11 @@ class TorchOps:
     def pack(self, weight: Tensor) -> Packed:
         """A weight [out, in], in the type it is stored in, in the form that `linear` wants."""
         return weight.to(self.dtype)
+
+    def pack_float8(self, weight: Tensor) -> Packed:
+        """The same of a weight that is rounded to float8, with a scale for each row; a backend
+        that does not read such weights computes with what they hold."""
+        return self.pack(Float8Rows.of(weight).widened())
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """x [T, in] → [T, out]; `weight` has been through `pack`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 #: Cache entries in a page. One page of one head is the block that an attention kernel loads at
@@ -13,6 +14,34 @@ PAGE = 64
 
 #: A weight as a backend wants it; only that backend's `linear` looks inside.
 Packed: TypeAlias = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Rows:
+    """A weight [out, in] in float8 (e4m3), each row times its scale.
+
+    Scales are powers of two, so that bfloat16 holds what it holds exactly, whatever computes.
+    """
+
+    values: Tensor  # [out, in] uint8, the bytes of float8_e4m3fn
+    scales: Tensor  # [out] float32
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Float8Rows:
+        """Each row's largest number becomes one of float8's largest, by the smallest such scale."""
+        wide = weight.float()
+        most = torch.finfo(torch.float8_e4m3fn).max
+        exponents = torch.frexp(wide.abs().amax(1) / most).exponent.clamp(min=-100)
+        scales = torch.exp2(exponents.float())
+        values = (wide / scales[:, None]).to(torch.float8_e4m3fn)
+        return cls(values.view(torch.uint8), scales)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def widened(self) -> Tensor:
+        """[out, in] bfloat16: what it holds."""
+        return self.values.view(torch.float8_e4m3fn).bfloat16() * self.scales[:, None].bfloat16()
 
 
 @dataclass(frozen=True, eq=False)

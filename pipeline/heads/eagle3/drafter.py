@@ -13,7 +13,9 @@ Entries of a second layer are made of what the first one gives for the same toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from pipeline.decoder.drafter import (
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead
-from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
+from pipeline.decoder.ops.layer import AttentionMetadata, Float8Rows, LayerStack, Packed
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import HeadError
 from pipeline.heads.eagle3.shape import Eagle3Head, has_other_window
@@ -49,10 +51,11 @@ class Eagle3Drafter(TreeDrafter):
         trees: Trees,
         *,
         draft_window: int | None = None,
+        float8: bool = False,
     ) -> None:
-        """The head's weights are copied; the target's embedding, type, device and operations are
-        used. `draft_window` takes the place of the head's own. Raises HeadError when head and
-        target do not fit.
+        """The head's weights are copied, `float8`: its matrices rounded; the target's embedding,
+        type, device and operations are used. `draft_window` takes the place of the head's own.
+        Raises HeadError when head and target do not fit.
         """
         head.check_fits(model.config.hidden_size, model.vocabulary)
         window = head.shape.draft_window if draft_window is None else draft_window
@@ -69,7 +72,7 @@ class Eagle3Drafter(TreeDrafter):
         self.state = RowState(head.shape.hidden_size, model.dtype)
         key = head.shape.num_key_value_heads, head.shape.head_dim
         self.planes = (PlaneShape(head.shape.num_hidden_layers, *key, model.dtype),)
-        self._load(head, model)
+        self._load(head, model, self.ops.pack_float8 if float8 else self.ops.pack)
         #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
         self.trace: list[Tensor] | None = None
 
@@ -118,6 +121,7 @@ class Eagle3Drafter(TreeDrafter):
             entry=count * entry,
             queries=count * queries,
             dtype=self.dtype,
+            weight_bytes=1 if isinstance(self._fc, Float8Rows) else None,
         )
 
     def _seen(self, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,8 +171,10 @@ class Eagle3Drafter(TreeDrafter):
             aux = torch.cat(normed, dim=-1)
         return self.ops.linear(aux, self._fc)
 
-    def _load(self, head: Eagle3Head, model: DecoderModel) -> None:
-        """Copy the head's weights into the form that the operations want."""
+    def _load(
+        self, head: Eagle3Head, model: DecoderModel, pack: Callable[[Tensor], Packed]
+    ) -> None:
+        """Copy the head's weights into the form that the operations want, matrices by `pack`."""
         device, ops = model.device, self.ops
         weights: dict[str, Tensor] = {
             name: tensor.clone() for name, tensor in head.state_dict().items()
@@ -190,7 +196,7 @@ class Eagle3Drafter(TreeDrafter):
             }
             for prefix in names
         ]
-        layers = tuple(fuse_layer(layer, ops, device) for layer in inside)
+        layers = tuple(fuse_layer(layer, ops, device, pack) for layer in inside)
         norms = *(norm(f"{name}input_layernorm") for name in names[1:]), norm("norm")
         own = head.embedding
         self._head = DraftHead(
@@ -198,7 +204,7 @@ class Eagle3Drafter(TreeDrafter):
             embed_norm=norm("midlayer.input_layernorm"),
             hidden_norm=norm("midlayer.hidden_norm"),
             stack=LayerStack(layers, norms, self.shape.rms_norm_eps, captured=()),
-            lm_head=ops.pack(stored(weights["lm_head.weight"], device)),
+            lm_head=pack(stored(weights["lm_head.weight"], device)),
             target_ids=head.target_ids().to(device),
             norm_output=self.shape.norm_output,
             rotary=(rotary.cos, rotary.sin),
@@ -208,7 +214,7 @@ class Eagle3Drafter(TreeDrafter):
         self._input_norm = norm("input_norm") if self.shape.norm_before_fc else None
         parts = self.shape.aux_layers if self.shape.fc_norm else 0
         self._fc_norms = [norm(f"fc_norm.{part}") for part in range(parts)]
-        self._fc = ops.pack(stored(weights["fc.weight"], device))
+        self._fc = pack(stored(weights["fc.weight"], device))
 
 
 def make_drafter(head: Eagle3Head, model: DecoderModel, trees: Trees) -> Drafter:
@@ -219,6 +225,10 @@ def make_drafter(head: Eagle3Head, model: DecoderModel, trees: Trees) -> Drafter
 def drafter_factory(
     section: DrafterSection, head: Eagle3Head, model: DecoderModel
 ) -> DrafterFactory:
-    """With the window of `section`, for any trees."""
-    window = section.settings(Eagle3DrafterSection).draft_window
-    return DrafterFactory(lambda trees: Eagle3Drafter(head, model, trees, draft_window=window))
+    """With the window and the weights' type of `section`, for any trees."""
+    settings = section.settings(Eagle3DrafterSection)
+    options: dict[str, Any] = {
+        "draft_window": settings.draft_window,
+        "float8": settings.weights == "fp8",
+    }
+    return DrafterFactory(lambda trees: Eagle3Drafter(head, model, trees, **options))

@@ -287,9 +287,14 @@ def make_drafter(head: ChainedHead, model: DecoderModel, trees: Trees) -> Drafte
 def drafter_factory(
     section: DrafterSection, head: ChainedHead, model: DecoderModel
 ) -> DrafterFactory:
-    """For any trees. Raises ConfigError for a window, which a chain was not trained with."""
-    if section.settings(Eagle3DrafterSection).draft_window is not None:
+    """For any trees. Raises ConfigError for a window, which a chain was not trained with, and for
+    other weights than those stored."""
+    settings = section.settings(Eagle3DrafterSection)
+    fix = "leave it out, or draft with a head that was trained with one layer"
+    if settings.draft_window is not None:
         problem = "chained heads see the whole text"
-        fix = "leave it out, or draft with a head that was trained with one layer"
         raise ConfigError(problem, where="drafter.draft_window", fix=fix)
+    if settings.weights != "stored":
+        problem = f"chained heads cannot draft with {settings.weights}"
+        raise ConfigError(problem, where="drafter.weights", fix=fix)
     return DrafterFactory(lambda trees: ChainedDrafter(head, model, trees))

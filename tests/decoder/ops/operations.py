@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import DraftNoise
 from pipeline.decoder.ops.draws import by_node, perturb
-from pipeline.decoder.ops.layer import PAGE, LayerStack, LayerWeights
+from pipeline.decoder.ops.layer import PAGE, Float8Rows, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import WINDOW, SamplingTensors, Tree
 from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import MOST_SPLIT
@@ -112,6 +112,27 @@ def linear(backend: Backend, rows: int, inputs: int, outputs: int, stored: torch
     x[-1, -1] = NAN
     spoiled = ops.linear(x, packed, bias)
     assert spoiled[-1].isnan().all() and torch.equal(spoiled[:-1], y[:-1])
+
+
+@operation(70, [64, 130, 1000], [33, 576], [False, True], corners=[
+    (1, 4096, 130, True), (64, 64, 130, False), (65, 64, 130, True), (3, 63, 576, True),
+])  # fmt: skip
+def float8_linear(backend: Backend, rows: int, outputs: int, inputs: int, biased: bool) -> None:
+    """A row of zeros, one of small numbers, and numbers below float8's smallest normal one."""
+    weight = torch.randn(outputs, inputs, device=backend.device)
+    weight[0], weight[1] = 0, weight[1] * 1e-6
+    weight[2:, ::3] /= 2000
+    x, bias = backend.numbers(rows, inputs), backend.numbers(outputs) if biased else None
+    y = backend.ops.linear(x, backend.ops.pack_float8(weight), bias)
+    rows_of = Float8Rows.of(weight)
+    held = rows_of.widened().double()
+    numbers = rows_of.values.view(torch.float8_e4m3fn).double()
+    assert torch.equal(held, numbers * rows_of.scales.double()[:, None]), "bfloat16 holds all"
+    wanted = x.double() @ held.t()
+    wanted = wanted if bias is None else wanted + bias.double()
+    backend.near(y, wanted, absolute=backend.rounded[1] * math.sqrt(inputs))
+    apart = (held - weight.double()).abs()
+    assert (apart <= weight.abs() / 16 + weight.abs().amax(1, keepdim=True) / 2**17).all()
 
 
 @operation(40, 700, [False, True], corners=[
@@ -280,7 +301,7 @@ def compact(backend: Backend, layers: int, shape: tuple[int, int], moved: int) -
 
 
 def layer_of(
-    backend: Backend, sizes: tuple[int, ...], formed: bool
+    backend: Backend, sizes: tuple[int, ...], formed: bool, float8: bool
 ) -> tuple[LayerWeights, LayerWeights]:
     """A layer of a backend and the same in float64; `formed`: with biases and norms of heads."""
     hidden, inner, heads, groups, size = sizes
@@ -297,7 +318,10 @@ def layer_of(
     vectors = {"post_norm": vector(hidden)}
     bias = {"qkv_bias": vector(len(qkv)), "output_bias": vector(hidden)} if formed else {}
     norms = (vector(size), vector(size)) if formed else None
-    packed = {name: backend.ops.pack(each) for name, each in matrices.items()}
+    pack = backend.ops.pack_float8 if float8 else backend.ops.pack
+    packed = {name: pack(each) for name, each in matrices.items()}
+    if float8:
+        matrices = {name: Float8Rows.of(each).widened() for name, each in matrices.items()}
     none: dict[str, Any] = {"qkv_bias": None, "output_bias": None, "head_norms": norms}
     ours = LayerWeights(**none | packed | vectors | bias)
     wider = {name: each.double() for name, each in (matrices | vectors | bias).items()}
@@ -309,14 +333,18 @@ LAYERS = [(96, 80, 4, 2, 32), (1024, 130, 2, 1, 64), (64, 200, 3, 1, 48), (34, 6
 
 
 # Of one token, whose products are split; as many as are fused, and one more; heads of an odd size.
-@operation(20, LAYERS, [False, True], corners=[
-    (1, LAYERS[1], False), (2, (256, 544, 1, 1, 128), True), (7, LAYERS[1], True),
-    (64, LAYERS[0], True), (65, LAYERS[0], False), (5, LAYERS[2], True), (16, LAYERS[3], True),
+@operation(20, LAYERS, [False, True], [False, True], corners=[
+    (1, LAYERS[1], False, False), (2, (256, 544, 1, 1, 128), True, False),
+    (7, LAYERS[1], True, False), (64, LAYERS[0], True, False), (65, LAYERS[0], False, False),
+    (5, LAYERS[2], True, False), (16, LAYERS[3], True, False),
+    (3, LAYERS[1], True, True), (64, LAYERS[0], False, True), (65, LAYERS[0], True, True),
 ])  # fmt: skip
-def layers(backend: Backend, tokens: int, sizes: tuple[int, ...], formed: bool) -> None:
+def layers(
+    backend: Backend, tokens: int, sizes: tuple[int, ...], formed: bool, float8: bool
+) -> None:
     """Two of them, twice: what the first call leaves behind must not be in the second's way."""
     hidden, _, _, groups, size = sizes
-    made = [layer_of(backend, sizes, formed) for _ in range(2)]
+    made = [layer_of(backend, sizes, formed, float8) for _ in range(2)]
     norms = tuple(1 + backend.numbers(hidden, scale=0.3) for _ in made)
     ours, exact = zip(*made, strict=True)
     plane = backend.numbers(2, 2, 4, groups, PAGE, size)

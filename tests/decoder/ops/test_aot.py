@@ -56,7 +56,7 @@ def test_every_kernel_is_recorded() -> None:
     narrow = {v.name for v in variants() if "*bf16" in v.signature.values()}
     assert narrow == {
         *("add_rms_norm", "embed_concat", "silu_mul", "rope_write", "tree_attention"),
-        *("project_heads", "add_product", "gated_product"),
+        *("project_heads", "add_product", "gated_product", "product"),
         *("compact", "select_beams"),
         *("argmax", "propose_part", "perturb_drafts", "threshold", "draw"),
         *("normaliser", "compare"),

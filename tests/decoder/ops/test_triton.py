@@ -47,6 +47,11 @@ def test_operations(device: torch.device, operation: str, dtype: torch.dtype) ->
 
 
 #: What a launch of products.py is changed to: its arguments by name, its constants.
+FLOAT8_FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "no scales": lambda given, fixed: given["scales"].fill_(1),
+    "another row's scale": lambda given, fixed: given["scales"].copy_(given["scales"].roll(1)),
+    "another sign": lambda given, fixed: given["weight"].bitwise_and_(127),
+}
 PRODUCT_FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "a share too short": lambda given, fixed: fixed.update(SHARE=fixed["SHARE"] - 1),
     "counters that are not zero": lambda given, fixed: given["arrived"].fill_(1),
@@ -54,12 +59,15 @@ PRODUCT_FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = 
     "a block's squares": lambda given, fixed: fixed.update(PARTS=min(fixed["PARTS"], 1)),
     "no bias": lambda given, fixed: fixed.update(BIASED=False),
     "no norm of heads": lambda given, fixed: fixed.update(HEAD_NORMS=False),
+    **FLOAT8_FAULTS,
     "another residual": lambda given, fixed: given.get("hidden", given["x"]).neg_(),
 }
 
 
 @pytest.mark.parametrize("fault", [None, *PRODUCT_FAULTS])
 def test_faults_of_products_are_seen(backend: Backend, fault: str | None) -> None:
+    float8 = fault in FLOAT8_FAULTS
+
     class Faulty(TritonOps):
         def _start(self, kernel: Any, grid: Any, given: Any, *rest: Any, **fixed: Any) -> None:
             if fault is not None and "arrived" in kernel.arg_names and "SHARE" in fixed:
@@ -68,7 +76,9 @@ def test_faults_of_products_are_seen(backend: Backend, fault: str | None) -> Non
                 given = tuple(named.values())
             super()._start(kernel, grid, given, *rest, **fixed)
 
-    posed = partial(operations.layers, replace(backend, ops=Faulty(FP32)), 7, LAYERS[1], True)
+    posed = partial(
+        operations.layers, replace(backend, ops=Faulty(FP32)), 7, LAYERS[1], True, float8
+    )
     if fault is None:
         posed()
     else:

@@ -7,24 +7,28 @@ these tests run in Triton's interpreter, see conftest.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from bench.random_target import random_model
+from bench.random_target import random_head, random_model
 from bench.report import ROOT
 from pipeline.config import TreeSection, load
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import default_buckets
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.layer import Float8Rows
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.request import Request
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.tuning.verification import log_probabilities
-from tests.decoder.random_drafters import DRAFTERS, every_drafter
+from tests.decoder.random_drafters import DRAFTERS, every_drafter, in_float8
 from tests.gpu import cases
 
 CONFIG = LlamaConfig(
@@ -168,6 +172,49 @@ def test_shapes_of_configurations_and_of_the_gpu_check(
 
 def test_a_sampled_tree_of_several_rows(target: DecoderModel, plain: DecoderModel) -> None:
     check(target, plain, "eagle3", TREES["tree"], 3, temperature=0.8)
+
+
+FLOAT8_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "no scales": torch.ones_like,
+    "scales of another row": lambda scales: scales.roll(1),
+}
+
+
+@pytest.mark.parametrize(
+    ("tree", "slots", "fault"),
+    [("chain", 3, None), ("tree", 1, None), *(("tree", 1, fault) for fault in FLOAT8_FAULTS)],
+)
+def test_a_head_in_float8(
+    target: DecoderModel, plain: DecoderModel, tree: str, slots: int, fault: str | None
+) -> None:
+    """No token is changed, and drafts are those of a head that was rounded beforehand."""
+    head = random_head(CONFIG, torch.arange(0, 16, 2), intermediate_size=96, scale=6)
+    with torch.no_grad():
+        for rows in (each for each in head.parameters() if each.dim() == 2):
+            rows.mul_(1 + torch.arange(len(rows))[:, None] % 3)  # or all had one scale
+    drafter = Eagle3Drafter(head, target, TREES[tree], float8=True)
+    stack = drafter._head.stack.layers[0]
+    packed = (drafter._fc, stack.qkv, stack.output, stack.gate_up, stack.down)
+    for each in (*packed, drafter._head.lm_head):
+        assert isinstance(each, Float8Rows)
+        if fault is not None:
+            each.scales.copy_(FLOAT8_FAULTS[fault](each.scales))
+    submitted = requests(slots)
+    own, wanted = (
+        (drafter, target),
+        (Eagle3Drafter(in_float8(head), plain, TREES[tree]), plain),
+    )
+    logits = list[list[Tensor]]()
+    for each, model in (own, wanted):
+        each.trace = []
+        engine = Engine(model, drafter=each, slots=slots, buckets=[slots], overlap=False)
+        assert replies(engine, submitted) == replies(Engine(plain), submitted)
+        logits.append(each.trace)
+    # Of the first round, in which all rows are the requests'; a fault may change how many follow.
+    pairs = list(zip(*logits, strict=False))[: TREES[tree].steps]
+    assert len(pairs) == TREES[tree].steps
+    same = all(torch.allclose(ours, theirs, atol=1e-4) for ours, theirs in pairs)
+    assert same == (fault is None)
 
 
 @pytest.mark.matrix

@@ -20,6 +20,7 @@ from pipeline.decoder.ops.draft import DraftNoise
 from pipeline.decoder.ops.layer import (
     PAGE,
     AttentionMetadata,
+    Float8Rows,
     LayerStack,
     LayerWeights,
     Packed,
@@ -46,6 +47,7 @@ from pipeline.decoder.ops.triton.logits import (
 from pipeline.decoder.ops.triton.products import (
     add_product_kernel,
     gated_product_kernel,
+    product_kernel,
     project_heads_kernel,
 )
 from pipeline.decoder.ops.triton.tree import grow_tree_kernel, select_beams_kernel, verify_kernel
@@ -111,6 +113,22 @@ class TritonOps(Launcher):
         outputs = 2 * PRODUCT_PROGRAMS * max(2 * HALF_ROWS, size)
         product = 4 * outputs * min(rows * query_len, MOST_FUSED) + 4 * ARRIVALS
         return attention + product + drawn * CAPACITY * self.dtype.itemsize
+
+    def pack_float8(self, weight: Tensor) -> Packed:
+        # Kernels read a weight in two halves.
+        return super().pack_float8(weight) if len(weight) % 2 else Float8Rows.of(weight)
+
+    def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, Float8Rows):
+            return super().linear(x, weight, bias)
+        out = x.new_empty(len(x), len(weight))
+        where = 0.0, -(-len(weight) // (2 * HALF_ROWS)), HALF_ROWS
+        # Each part reads all bytes, which costs a long prompt time, and no memory for a copy.
+        parts = (torch.split(each, MOST_FUSED) for each in (x, out))
+        for read, written in zip(*parts, strict=True):
+            each = *where, (written,)
+            self._product(product_kernel, read, weight, bias, *each, OUTPUTS=len(weight))
+        return out
 
     def layers(
         self,
@@ -206,20 +224,24 @@ class TritonOps(Launcher):
         `own` are the arguments that are this kernel's alone."""
         held, gain, squares = x if isinstance(x, Normed) else (x.contiguous(),) * 3
         (tokens, size), narrow = held.shape, held.dtype != torch.float32
-        step = 64 if narrow else 32
+        rounded = isinstance(weight, Float8Rows)
         block = power_of_two(tokens, 16)
+        # As many bytes in flight of float8 as of bfloat16; 64 tokens' sums leave no registers.
+        step = (128 if rounded and block <= 32 else 64) if narrow else 32
         splits = splits_of(blocks, -(-size // step), size // (SPLIT_INPUTS * block))
         parts = squares.shape[1] if isinstance(x, Normed) else 0
         left = (blocks, splits, tokens, 2 * half) if splits > 1 else (0,)
         partial = held.new_empty(left, dtype=torch.float32)
-        inputs = held, gain, squares, weight, held if bias is None else bias
+        stored, scales = (weight.values, weight.scales) if rounded else (weight, held)
+        inputs = held, gain, squares, stored, scales, held if bias is None else bias
         self._launch(
             kernel,
             (blocks, splits),
             (*inputs, partial, self._arrivals(blocks, held.device), tokens, eps, *own),
             warps=4,
-            # 18 KiB a stage with 16 tokens (bfloat16): two programs share a multiprocessor.
-            stages=(5 if block <= 32 else 4) if narrow else 2,
+            # 18 KiB a stage with 16 tokens (bfloat16; float8 takes up to 21): two programs share a
+            # multiprocessor.
+            stages=(5 if block <= 32 and not rounded else 4) if narrow else 2,
             strided=strided,
             **constants,
             SIZE=size,
@@ -231,6 +253,7 @@ class TritonOps(Launcher):
             PARTS=parts,
             PARTS_BLOCK=power_of_two(parts) if parts else 1,
             BIASED=bias is not None,
+            SCALED=rounded,
             WIDEN=INTERPRETED,
         )
 

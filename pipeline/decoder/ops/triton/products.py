@@ -18,7 +18,7 @@ low and the high half of a head, a gate and its factor, or just two parts of the
 
 A residual stream is written with the squares of its rows, summed by block: the next product norms
 what it reads with them, instead of a kernel in between. Results are rounded where separate kernels
-would round them.
+would round them. A weight may be bytes of float8, whose rows' scales multiply the sums.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def project_heads_kernel(
     gain: Pointer,
     squares: Pointer,
     weight: Pointer,
+    scales: Pointer,
     bias: Pointer,
     partial: Pointer,
     arrived: Pointer,
@@ -74,15 +75,17 @@ def project_heads_kernel(
     PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """x [T, SIZE] → queries [T, Q, 2 · HALF], and keys and values in their slots; weight
     [(Q + 2G) · 2 · HALF, SIZE]. Grid: Q + 2G, SPLITS."""
     head = tl.program_id(0)
     low, high, last = _products(
-        x, gain, squares, weight, bias, partial, arrived, tokens, eps,
+        x, gain, squares, weight, scales, bias, partial, arrived, tokens, eps,
         head.to(tl.int64) * (2 * HALF), HALF, HALF,
-        SIZE, HALF, TOKENS_BLOCK, SIZE_BLOCK, SHARE, SPLITS, PARTS, PARTS_BLOCK, BIASED, WIDEN,
+        SIZE, HALF, TOKENS_BLOCK, SIZE_BLOCK, SHARE, SPLITS, PARTS, PARTS_BLOCK, BIASED, SCALED,
+        WIDEN,
     )  # fmt: skip
     if last:
         token = tl.arange(0, TOKENS_BLOCK)[:, None]  # [m, 1]
@@ -100,6 +103,7 @@ def add_product_kernel(
     gain: Pointer,
     squares: Pointer,
     weight: Pointer,
+    scales: Pointer,
     bias: Pointer,
     partial: Pointer,
     arrived: Pointer,
@@ -118,6 +122,7 @@ def add_product_kernel(
     PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """total [T, OUTPUTS] = hidden + x [T, SIZE] · weightᵀ; totals [T, blocks], sums of total² over
@@ -125,9 +130,10 @@ def add_product_kernel(
     block = tl.program_id(0)
     first = block * HALF
     left, right, last = _products(
-        x, gain, squares, weight, bias, partial, arrived, tokens, eps,
+        x, gain, squares, weight, scales, bias, partial, arrived, tokens, eps,
         first.to(tl.int64), OUTPUTS // 2, OUTPUTS // 2 - first,
-        SIZE, HALF, TOKENS_BLOCK, SIZE_BLOCK, SHARE, SPLITS, PARTS, PARTS_BLOCK, BIASED, WIDEN,
+        SIZE, HALF, TOKENS_BLOCK, SIZE_BLOCK, SHARE, SPLITS, PARTS, PARTS_BLOCK, BIASED, SCALED,
+        WIDEN,
     )  # fmt: skip
     if last:
         token = tl.arange(0, TOKENS_BLOCK)
@@ -142,11 +148,12 @@ def add_product_kernel(
 
 
 @jit
-def gated_product_kernel(
+def product_kernel(
     x: Pointer,
     gain: Pointer,
     squares: Pointer,
     weight: Pointer,
+    scales: Pointer,
     bias: Pointer,
     partial: Pointer,
     arrived: Pointer,
@@ -163,14 +170,59 @@ def gated_product_kernel(
     PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """out [T, OUTPUTS] = x [T, SIZE] · weightᵀ. Grid: blocks, SPLITS."""
+    block = tl.program_id(0)
+    first = block * HALF
+    left, right, last = _products(
+        x, gain, squares, weight, scales, bias, partial, arrived, tokens, eps,
+        first.to(tl.int64), OUTPUTS // 2, OUTPUTS // 2 - first,
+        SIZE, HALF, TOKENS_BLOCK, SIZE_BLOCK, SHARE, SPLITS, PARTS, PARTS_BLOCK, BIASED, SCALED,
+        WIDEN,
+    )  # fmt: skip
+    if last:
+        token, column = tl.arange(0, TOKENS_BLOCK)[:, None], first + tl.arange(0, HALF)[None, :]
+        inside = (token < tokens) & (column < OUTPUTS // 2)
+        at = token.to(tl.int64) * OUTPUTS + column
+        tl.store(out + at, left.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + OUTPUTS // 2, right.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def gated_product_kernel(
+    x: Pointer,
+    gain: Pointer,
+    squares: Pointer,
+    weight: Pointer,
+    scales: Pointer,
+    bias: Pointer,
+    partial: Pointer,
+    arrived: Pointer,
+    tokens: Scalar,
+    eps: Scalar,
+    out: Pointer,
+    OUTPUTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    SHARE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """x [T, SIZE] → [T, OUTPUTS]; weight [2 · OUTPUTS, SIZE], gates first. Grid: blocks, SPLITS."""
     first = tl.program_id(0) * HALF
     gate, up, last = _products(
-        x, gain, squares, weight, bias, partial, arrived, tokens, eps,
+        x, gain, squares, weight, scales, bias, partial, arrived, tokens, eps,
         first.to(tl.int64), OUTPUTS, OUTPUTS - first,
-        SIZE, HALF, TOKENS_BLOCK, SIZE_BLOCK, SHARE, SPLITS, PARTS, PARTS_BLOCK, BIASED, WIDEN,
+        SIZE, HALF, TOKENS_BLOCK, SIZE_BLOCK, SHARE, SPLITS, PARTS, PARTS_BLOCK, BIASED, SCALED,
+        WIDEN,
     )  # fmt: skip
     if last:
         token = tl.arange(0, TOKENS_BLOCK)
@@ -186,6 +238,7 @@ def _products(
     gain: Pointer,
     squares: Pointer,
     weight: Pointer,
+    scales: Pointer,
     bias: Pointer,
     partial: Pointer,
     arrived: Pointer,
@@ -203,6 +256,7 @@ def _products(
     PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> Block:
     """x times the weight's rows from `first_row` and from `first_row + apart` on, `rows` of them at
@@ -229,9 +283,11 @@ def _products(
             held = (held.to(tl.float32) * scale * gains).to(x.dtype.element_ty)
         at = row[:, None] * SIZE + inner[None, :]
         read = inside[:, None] & known[None, :]
-        left += dot(held, tl.trans(tl.load(weight + at, mask=read, other=0.0)), WIDEN)
+        rows_of = _widened(tl.load(weight + at, mask=read, other=0), x.dtype.element_ty, SCALED)
+        left += dot(held, tl.trans(rows_of), WIDEN)
         at += apart * SIZE
-        right += dot(held, tl.trans(tl.load(weight + at, mask=read, other=0.0)), WIDEN)
+        rows_of = _widened(tl.load(weight + at, mask=read, other=0), x.dtype.element_ty, SCALED)
+        right += dot(held, tl.trans(rows_of), WIDEN)
     last = True
     if SPLITS > 1:
         block = tl.program_id(0)
@@ -248,12 +304,27 @@ def _products(
                 theirs = partial + other * (2 * HALF) * tokens
                 left += tl.load(theirs + at, mask=each, other=0.0, cache_modifier=".cg")
                 right += tl.load(theirs + at + HALF, mask=each, other=0.0, cache_modifier=".cg")
+    if SCALED:
+        left *= tl.load(scales + first_row + row, mask=inside, other=0.0)[None, :]
+        right *= tl.load(scales + first_row + apart + row, mask=inside, other=0.0)[None, :]
     if BIASED:
         left += tl.load(bias + first_row + row, mask=inside, other=0.0).to(tl.float32)[None, :]
         bias += first_row + apart
         right += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[None, :]
     dtype = x.dtype.element_ty
     return left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32), last
+
+
+@jit
+def _widened(held: Block, dtype: tl.constexpr, SCALED: tl.constexpr) -> Block:
+    """A weight's numbers as x's type; SCALED: bytes of float8, 1 sign, 4 exponent and 3 mantissa
+    bits, which every GPU reads so. In float32 they stand 2^120 lower, as its exponent's bias is
+    127 and not 7; bfloat16 holds each of them exactly."""
+    if SCALED:
+        bits = held.to(tl.int32)
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        held = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+    return held
 
 
 @jit
