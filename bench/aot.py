@@ -355,7 +355,8 @@ def _record_loss(ops: Recorder, dtype: torch.dtype, loss: Loss) -> None:
     ops.label = f"{_TYPES[dtype]} {loss}"
     logits = _empty(5, 8, 32000, dtype=dtype), _empty(8, 32000, dtype=dtype)
     scales = _empty(5, 8, dtype=torch.float32)
-    compare_in_place(*logits, scales, _empty(5, 8), loss, start=ops._start)
+    overlaps = scales if loss == "ce_tv" else None
+    compare_in_place(*logits, scales, _empty(5, 8), loss, overlaps, start=ops._start)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -57,12 +57,12 @@ def compare_in_place(
         SIZE=size, BLOCK=_BLOCK,
     )  # fmt: skip
     divergences, hits = scales.new_empty(steps, labels), draft_ids.new_empty(steps, labels)
-    shared = torch.empty_like(divergences)
+    shared = divergences if overlaps is None else torch.empty_like(divergences)
     read = teacher_logits, normaliser, scales.contiguous(), draft_ids.contiguous()
     written = divergences, hits, shared
     start(
         compare_kernel, (steps * labels,), (logits, *read, *written, steps, labels),
-        _WARPS, 1, SIZE=size, BLOCK=_BLOCK, LOSS=loss,
+        _WARPS, 1, SIZE=size, BLOCK=_BLOCK, LOSS=loss, OVERLAPS=overlaps is not None,
     )  # fmt: skip
     if overlaps is not None:
         overlaps.copy_(shared)
@@ -94,6 +94,7 @@ def compare_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     LOSS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One row of logits [K, c, SIZE] becomes its gradient; grid [c·K], a label's steps together."""
     label = tl.program_id(0) // steps
@@ -126,11 +127,13 @@ def compare_kernel(
             lost = (1 - _TV_SHARE) * lost + _TV_SHARE / 2 * tl.abs(slope)
             slope = (1 - _TV_SHARE) * slope + _TV_SHARE / 2 * q * (_sign(slope) - leaning)
         divergence += tl.sum(lost, axis=0)
-        overlap += tl.sum(tl.minimum(q, p), axis=0)
+        if OVERLAPS:
+            overlap += tl.sum(tl.minimum(q, p), axis=0)
         slope *= scale
         tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=inside)
     tl.store(divergences + row, scale * divergence)
-    tl.store(overlaps + row, overlap)
+    if OVERLAPS:
+        tl.store(overlaps + row, overlap)
     tl.store(hits + row, (first == tl.load(draft_ids + row)).to(tl.int64))
 
 

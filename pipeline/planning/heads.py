@@ -121,6 +121,11 @@ class BlockHeadSize(HeadSize):
     markov_rank: int = 0  # of the bias by the token before
     confidence: bool = False
 
+    @property
+    def predicted(self) -> int:
+        """Tokens that a block predicts: with a Markov head, its root's position predicts too."""
+        return self.block if self.markov_rank else self.block - 1
+
     @classmethod
     def of(cls, section: TrainSection, target: TargetShape) -> BlockHeadSize:
         """As training would build it for `target`."""
@@ -228,7 +233,8 @@ def _block_activation_bytes(tokens: int, head: BlockHeadSize, *, width: int) -> 
     context = (head.aux_layers + 2) * head.hidden + 4 * head.keys * head.layers
     logits = min(CHUNK_LOGITS, rows * head.draft_vocabulary // head.block)
     saved = rows * (layer * head.layers + 3 * head.hidden) + tokens * context + logits
-    return saved * width + 4 * head.lm_head * (head.block - 1)
+    output = head.lm_head + head.markov_rank * head.draft_vocabulary
+    return saved * width + 4 * output * head.predicted
 
 
 def init_bytes(head: HeadSize, target: TargetShape) -> int:

@@ -324,7 +324,8 @@ def make_optimizer(
     trained = [each for each in head.parameters() if each.requires_grad]
     if section.optimizer == "adamw":
         return _adamw(_groups(head, trained, fc_scale, ADAMW_MOMENTS), section)
-    matrices = [each for each in trained if each.ndim == 2 and each is not head.lm_head.weight]
+    inner = {name: each for name, each in head.named_parameters() if "_head." not in name}
+    matrices = [each for each in inner.values() if each.requires_grad and each.ndim == 2]
     others = [each for each in trained if all(each is not matrix for matrix in matrices)]
     return MuonAndAdamW(
         _groups(head, matrices, fc_scale, MUON_MOMENTS),

@@ -6,7 +6,8 @@
 EXPORTED   our export in their dialect: loaded with their class, run, and written to FOLDER/resaved
 OWN        our head directory, in SGLang's dialect: written to FOLDER/converted by their converter
 INPUTS     token_ids [T] and aux_states [T, 3H]; of a block drafter also anchors [T], 1 or 0
-FOLDER     logits.safetensors receives step_0, … [T-1, Vd]; of a block drafter blocks [A, b, Vd]
+FOLDER     logits.safetensors receives step_0, … [T-1, Vd]; of a block drafter blocks [A, b, Vd], of
+           DSpark also the confidence's log-odds [A, b]
 
 The last line of the output is JSON about what was loaded.
 """
@@ -63,14 +64,27 @@ def blocks(exported: str, _own: str, target: str, inputs: str, folder: str, _: s
     from safetensors.torch import load_file, save_file
     from speculators.losses import resolve_loss_config  # type: ignore[import-not-found]
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig  # type: ignore[import-not-found]
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig  # type: ignore[import-not-found]
 
     torch.set_num_threads(1)
-    config = DFlashSpeculatorConfig.from_pretrained(exported)
+    with open(f"{exported}/config.json", encoding="utf-8") as file:
+        biased = json.load(file)["speculators_model_type"] == "dspark"
+    kind = DSparkDraftModel if biased else DFlashDraftModel
+    config = (DSparkSpeculatorConfig if biased else DFlashSpeculatorConfig).from_pretrained(
+        exported
+    )
     config.speculators_config.verifier.name_or_path = target  # a path is not exported
     config.transformer_layer_config._attn_implementation = "eager"
-    model = DFlashDraftModel.from_pretrained(exported, config=config, dtype=torch.float32).eval()
-    logits: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
+    model = kind.from_pretrained(exported, config=config, dtype=torch.float32).eval()
+    outputs: dict[str, torch.Tensor] = {}
+    parts = {"logits": model.lm_head}
+    if biased:
+        parts |= {"bias": model.markov_head.markov_w2, "confidence": model.confidence_head}
+    for name, part in parts.items():
+        part.register_forward_hook(lambda *args, name=name: outputs.update({name: args[2]}))
+    losses = {"loss_config": resolve_loss_config("kl_div", "eager")}  # the default wants a GPU
+    if biased:
+        losses["tv_loss_fn"] = resolve_loss_config("tv", "eager")["tv"][0]
     given = load_file(inputs)
     anchors, states = given["anchors"][None], given["aux_states"][None]
     count, hidden = int(anchors.sum()), model.hidden_size
@@ -82,13 +96,15 @@ def blocks(exported: str, _own: str, target: str, inputs: str, folder: str, _: s
             verifier_last_hidden_states=states[..., :hidden],
             document_ids=torch.zeros_like(anchors),
             max_anchors=count,
-            loss_config=resolve_loss_config("kl_div", "eager"),  # the default wants a GPU
+            **losses,
         )
-    (computed,) = logits
-    save_file(
-        {"blocks": computed.view(count, model.block_size, -1).contiguous()},
-        f"{folder}/logits.safetensors",
-    )
+    shape = count, model.block_size
+    computed = {"blocks": outputs["logits"].view(*shape, -1)}
+    if biased:
+        computed["blocks"] = computed["blocks"] + outputs["bias"].view(*shape, -1)
+        computed["confidence"] = outputs["confidence"].view(shape)
+    saved = {name: each.contiguous() for name, each in computed.items()}
+    save_file(saved, f"{folder}/logits.safetensors")
     model.to(torch.bfloat16).save_pretrained(f"{folder}/resaved")
     shipped = load_file(f"{exported}/model.safetensors").keys()
     facts = {

@@ -108,6 +108,8 @@ def test_exports_come_back_bit_for_bit(
         assert body["markov_rank"] == RANK and body["enable_confidence_head"] is True
         (proposal,) = body["speculators_config"]["proposal_methods"]
         assert proposal["speculative_tokens"] == 6, "every position of a block predicts"
+        draft = '{"method": "dspark", "model": "HEAD", "num_speculative_tokens": 6}'
+        assert draft in (out / "README.md").read_text()
     (out / CARD).unlink()
     back = brought(out, tiny_target)
     same_tensors(directory, back)

@@ -129,9 +129,10 @@ def test_speculators_computes_our_logits(
 
 
 @torch.no_grad()
-def block_logits(head: DflashHead, embedding: Tensor, tokens: Tensor, aux: Tensor) -> Tensor:
-    """Logits [b, Vd] of the block after `tokens` [T], whose last one is its root: no mask at all,
-    for a block sees the states [T-1, 3H] of all tokens before it and the whole block.
+def block_states(head: DflashHead, embedding: Tensor, tokens: Tensor, aux: Tensor) -> Tensor:
+    """What lm_head reads [b, H] of the block after `tokens` [T], whose last one is its root.
+
+    No mask at all: a block sees the states [T-1, 3H] of all tokens before it and the whole block.
     """
     past, size = len(tokens) - 1, head.shape.block_size
     rotary = RotaryTable(
@@ -146,15 +147,23 @@ def block_logits(head: DflashHead, embedding: Tensor, tokens: Tensor, aux: Tenso
         return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(0, 1)
 
     embedded = embedding.float()[head.block_tokens(tokens[-1:])[0]]
-    return torch.as_tensor(head.lm_head(head.run(embedded, head.context(aux[:past]), attend)))
+    return head.run(embedded, head.context(aux[:past]), attend)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
 @pytest.mark.parametrize("layers", [1, 2])
+@torch.no_grad()
 def test_speculators_computes_the_logits_of_our_blocks(
-    layers: int, contract: TargetContract, embedding: Tensor, tiny_target: Path, tmp_path: Path
+    layers: int,
+    kind: str,
+    contract: TargetContract,
+    embedding: Tensor,
+    tiny_target: Path,
+    tmp_path: Path,
 ) -> None:
-    head = block_drafter(tiny_target, layers=layers)
+    options = {"markov_rank": 4, "confidence": True} if kind == "dspark" else {}
+    head = block_drafter(tiny_target, layers=layers, **options)
     with torch.no_grad():
         for parameter in head.parameters():  # what bfloat16 holds exactly
             parameter.copy_((parameter * (4 if parameter.dim() > 1 else 1)).bfloat16())
@@ -173,10 +182,16 @@ def test_speculators_computes_the_logits_of_our_blocks(
     of_target = ["embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"]
     assert facts["missing"] == of_target and facts["surplus"] == []
     for anchor, computed in zip((1, 7, 15), logits["blocks"], strict=True):
-        expected = block_logits(head, embedding, tokens[: anchor + 1], aux)
+        states = block_states(head, embedding, tokens[: anchor + 1], aux)
+        read = head.proposing(states, tokens[anchor : anchor + head.shape.block_size])
+        expected = read @ head.output_rows().T
         difference, largest = (expected - computed).abs().max(), expected.abs().max()
         print(f"anchor {anchor}: largest difference {difference:.1e}, logits up to {largest:.1f}")
         torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
+        if head.confidence_head is not None:
+            odds = logits["confidence"][(1, 7, 15).index(anchor)]
+            own_odds = head.confidence_head.proj(read)[:, 0]
+            torch.testing.assert_close(odds, own_odds, rtol=1e-5, atol=1e-5)
     check_import(tmp_path / "resaved", tiny_target, contract, head)
 
 

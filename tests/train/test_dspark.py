@@ -6,26 +6,27 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config import TreeSection
+from pipeline.config import TrainSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.errors import ConfigError
 from pipeline.heads.dflash.blocks import BlockObjective, DflashModel, cut_blocks
 from pipeline.heads.dflash.drafter import DflashDrafter
-from pipeline.heads.dflash.init import solve_least_squares
+from pipeline.heads.dflash.init import _blank_outputs, solve_least_squares
 from pipeline.heads.dflash.shape import DflashHead, DflashShape
 from pipeline.heads.init import random_init
 from pipeline.heads.registry import algorithm_of, load_head
 from pipeline.store.states import StatesSample
 from pipeline.train.plan import plan
 from pipeline.train.stage import run
+from pipeline.train.trainer import MuonAndAdamW, make_optimizer
 from tests.train.conftest import SMALL, SMALL_VOCABULARY, make_sample
 from tests.train.memory_corpus import pack_samples
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
@@ -196,6 +197,39 @@ def test_a_start_by_least_squares_knows_more_than_a_random_one(head: DflashHead)
         return float(change[0, 0].norm())
 
     assert moved(1) > 3 * moved(4) > 0
+
+
+def test_a_new_head_s_bias_and_confidence_say_nothing(head: DflashHead) -> None:
+    generator = torch.Generator().manual_seed(5)
+    embedding = torch.randn(24, 16, generator=generator) * torch.arange(1, 17)
+    embedding[7] = embedding[9]
+    assert "3 directions" in _blank_outputs(head, embedding)[0]
+    markov, sure = head.markov_head, head.confidence_head
+    assert markov is not None and sure is not None
+    w1 = markov.markov_w1.weight.detach()
+    assert torch.equal(w1[7], w1[9]) and not markov.markov_w2.weight.any()
+    moments = w1.T @ w1 / len(w1)
+    torch.testing.assert_close(moments, torch.eye(RANK, dtype=moments.dtype), atol=1e-4, rtol=0)
+    _, sizes, directions = torch.linalg.svd(embedding.double(), full_matrices=False)
+    largest = embedding.double() @ directions[:RANK].T / sizes[:RANK] * 24**0.5
+    along = (w1.T @ largest / 24).abs().sum(0)
+    torch.testing.assert_close(along, torch.ones(RANK).double(), atol=1e-4, rtol=0)
+    assert float(sure.proj(torch.randn(1, 19).double()).detach()) == 0
+
+
+def test_muon_steps_no_rows_of_tokens(head: DflashHead) -> None:
+    """Nor an output: what it makes orthogonal are matrices of fc and of layers."""
+    section = TrainSection.model_validate({"algorithm": "dspark", "optimizer": "muon"})
+    optimizer = make_optimizer(head.float(), section, fc_scale=1.0)
+    muon, adamw = cast("MuonAndAdamW", optimizer)._parts
+    names = {id(parameter): name for name, parameter in head.named_parameters()}
+    stepped, others = (
+        {names[id(each)] for group in part.param_groups for each in group["params"]}
+        for part in (muon, adamw)
+    )
+    assert all(name == "fc.weight" or "_proj.weight" in name for name in stepped)
+    assert {"markov_head.markov_w1.weight", "lm_head.weight"} < others
+    assert stepped | others == {*names.values()}
 
 
 DSPARK: dict[str, Any] = {

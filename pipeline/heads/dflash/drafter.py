@@ -87,7 +87,9 @@ class DflashDrafter(TreeDrafter):
         check_block(self.block_size, trained)
         check_depth(self.depth, self.block_size - head.shape.first)
         self.confidence_weight = confidence_weight
-        self._least_odds = math.log(confidence_threshold / (1 - confidence_threshold) or 1e-300)
+        self._least_odds = -math.inf
+        if confidence_threshold:
+            self._least_odds = math.log(confidence_threshold / (1 - confidence_threshold))
         # An extension writes an entry more than a tree is deep.
         self.lookahead = max(self.block_size, self.depth + 1)
         key = head.shape.num_key_value_heads, head.shape.head_dim

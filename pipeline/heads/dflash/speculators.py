@@ -118,7 +118,8 @@ def check_rows(head: DflashHead, request: Export, reason: str) -> None:
         return
     rows = request.target().weights.lm_head()[head.target_ids()]
     if not torch.equal(head.lm_head.weight.bfloat16(), rows.bfloat16()):
-        keys = "train.train_lm_head=false or train.dflash.target_lm_head=true"
+        name = "dspark" if head.shape.markov_rank else "dflash"
+        keys = f"train.train_lm_head=false or train.{name}.target_lm_head=true"
         others = "" if request.format == "speculators" else "; for vLLM, use --format speculators"
         raise HeadError(
             f"the head has an lm_head of its own, and {reason}",
