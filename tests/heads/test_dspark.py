@@ -142,43 +142,56 @@ def test_readers_disagree_on_an_anchor_that_is_not_said(own: Path, tiny_target: 
     assert isinstance(head, DflashHead) and head.shape.predicted == 5
 
 
-#: Reads a directory by SGLang's own configuration and classes; logits of one step and confidences.
+#: Loads a directory by SGLang's own configuration and classes; bias of one step and confidences.
 _PROGRAM = """
-import sys, json
-from types import SimpleNamespace
+import json, sys
 import torch
 from safetensors.torch import load_file, save_file
-from sglang.srt.models.dspark import DSparkConfidenceHead, EntryClass, build_markov_head
-from sglang.srt.speculative.dspark_components import dspark_config
+from transformers import AutoConfig
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 folder, inputs, out = sys.argv[1:]
-body, tensors, given = json.load(open(f"{folder}/config.json")), *map(
-    load_file, (f"{folder}/model.safetensors", inputs))
-config = SimpleNamespace(**body)
+set_global_server_args_for_scheduler(ServerArgs(model_path=folder, device="cpu"))
+from sglang.srt.models.dspark import DSparkConfidenceHead, EntryClass
+from sglang.srt.speculative.dspark_components import dspark_config
+tensors, given = load_file(f"{folder}/model.safetensors"), load_file(inputs)
+config = AutoConfig.from_pretrained(folder)
 parsed = dspark_config.parse_dspark_draft_config(draft_hf_config=config)
 runtime = dspark_config.resolve_runtime_config(draft_hf_config=config,
     speculative_num_draft_tokens=None, target_vocab_size=config.vocab_size)
-markov = build_markov_head(config)
+(kind,) = (each for each in EntryClass if each.__name__ in config.architectures)
+model = kind(config)
+model.load_weights(tensors.items())
+unread = set(tensors)
+def parts(name):
+    for fused, names in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
+        if fused in name:
+            return [name.replace(fused, f"{part}_proj") for part in names]
+    return [name]
+for name, parameter in model.named_parameters():
+    unread -= set(parts(name))
+    expected = torch.cat([tensors[part] for part in parts(name)])
+    assert torch.equal(parameter.bfloat16(), expected), name
 sure = DSparkConfidenceHead(hidden_size=config.hidden_size, markov_rank=config.markov_rank,
     with_markov=config.confidence_head_with_markov)
-for name, module in (("markov_head.", markov), ("confidence_head.", sure)):
-    own = {key.removeprefix(name): each.float() for key, each in tensors.items()
-           if key.startswith(name)}
-    module.load_state_dict(own)
-states, before = given["states"], given["before"]  # [n, b, H], [n, b]
+prefix = "confidence_head."
+sure.load_state_dict({name.removeprefix(prefix): tensors[name].float()
+    for name in tensors if name.startswith(prefix)})
+states, before = given["states"], given["before"]  # [n, b, H], [n, b + 1]
+markov = model.markov_head.float()
 with torch.no_grad():
     bias, _ = markov.step_bias(before[:, 0], hidden_states=None, state=None)
     confidence, _ = sure.predict(states, anchor_tokens=before[:, 0], draft_tokens=before[:, 1:],
         markov_head=markov)
 save_file({"bias": bias, "confidence": confidence}, out)
-print(json.dumps({"names": [each.__name__ for each in EntryClass], "gamma": runtime.gamma,
-    "mask": runtime.mask_token_id, "layers": parsed.target_layer_ids, "rank": parsed.markov_rank,
-    "anchor": dspark_config.get_dspark_sample_from_anchor(config)}))
+print(json.dumps({"gamma": runtime.gamma, "block": model.gamma, "mask": runtime.mask_token_id,
+    "layers": parsed.target_layer_ids, "rank": parsed.markov_rank,
+    "anchor": model.sample_from_anchor, "unread": sorted(unread)}))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SGLANG, reason="EAGLE3_SGLANG_PYTHON names no interpreter with SGLang")
-def test_sglang_s_classes_compute_our_bias_and_confidence(
+def test_sglang_s_classes_load_a_head_and_compute_its_bias_and_confidence(
     whole: Path, tiny_target: Path, contract: TargetContract, tmp_path: Path
 ) -> None:
     export_head(str(whole), format="sglang", out=str(tmp_path / "given"))
@@ -191,7 +204,8 @@ def test_sglang_s_classes_compute_our_bias_and_confidence(
     save_file({"states": states, "before": before}, tmp_path / "inputs")
     arguments = [str(tmp_path / name) for name in ("given", "inputs", "outputs")]
     shim = Path(__file__).parents[1] / "engines/sglang_cpu"
-    environment = {**os.environ, "PYTHONPATH": str(shim), "OMP_NUM_THREADS": "1"}
+    settings = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **settings, "PYTHONPATH": str(shim)}
     done = subprocess.run(
         [SGLANG, "-c", _PROGRAM, *arguments],
         capture_output=True,
@@ -202,9 +216,13 @@ def test_sglang_s_classes_compute_our_bias_and_confidence(
     )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
-    assert "DSparkDraftModel" in facts.pop("names")
-    layers = list(contract.capture_layers)
-    assert facts == {"gamma": 6, "mask": 4, "layers": layers, "rank": RANK, "anchor": True}
+    # Their default verification has no use for a confidence and leaves it out.
+    confidence_tensors = ["confidence_head.proj.bias", "confidence_head.proj.weight"]
+    assert facts == {
+        **{"gamma": 6, "block": 6, "mask": 4, "rank": RANK, "anchor": True},
+        "layers": list(contract.capture_layers),
+        "unread": [*confidence_tensors, "d2t", "t2d"],
+    }
     theirs = load_file(tmp_path / "outputs")
     markov, sure = head.markov_head, head.confidence_head
     assert markov is not None and sure is not None

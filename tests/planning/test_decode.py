@@ -63,6 +63,16 @@ def test_self_speculation_reads_its_budget_and_pays_for_long_contexts_alone() ->
     assert short < 1 < 2 < long
 
 
+def test_a_markov_bias_is_read_at_every_position() -> None:
+    """Of rank 256, over a vocabulary of 10."""
+    cells = _cells(SLOW_MEMORY, {"dflash": 0.9, "dspark": 0.9})
+    block, biased = (cells[name].milliseconds for name in ("dflash", "dspark"))
+    assert block["t_draft"] == 0 and biased["t_draft"] == pytest.approx(1e3 * 2 * 256 * 10)
+    once = 1e3 * 2 * 2 * (2 * 8 * 12 + 3 * 8 * 16)  # two layers, read by block and extension each
+    assert block["t_extend"] == pytest.approx(2 * once + 1e3 * 2 * 10 * 8)
+    assert biased["t_extend"] == pytest.approx(block["t_extend"] + biased["t_draft"])
+
+
 def test_more_tokens_reach_more_experts() -> None:
     experts = Experts(held=8, active=2, shared=0, width=16)
     shape = TargetShape(8, 16, 1, 2, 1, 4, 10, tied=True, experts=experts)
