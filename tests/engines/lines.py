@@ -138,11 +138,11 @@ def _with_window(head: Path, target: Path, folder: Path) -> Path:
 
 
 def _report(head: str, dtype: str, evaluation: Sequence[str]) -> EvalReport:
-    # A head has one report of a kind here: other weights or settings, another directory.
-    settings = [f"target.dtype={dtype}", *evaluation]
+    # A head has one report of a kind here: other weights, place or settings, another directory.
+    settings = [f"target.dtype={dtype}", f"eval.head={head}", *evaluation]
     weights = [_digest(Path(head) / name) for name in ("model.safetensors", "config.json")]
     where = FOLDER / f"{dtype}-{hashlib.sha256(repr((weights, settings)).encode()).hexdigest()[:8]}"
-    run(load(DEMO, [f"run.uri={where}", f"eval.head={head}", *settings]), "eval")
+    run(load(DEMO, [f"run.uri={where}", *settings]), "eval")
     return EvalReport.parse((where / "eval" / REPORT).read_bytes(), where=REPORT, fix="")
 
 

@@ -152,12 +152,14 @@ def sglang_server(
     head: Path | None,
     log: Path,
     *,
+    card: Path | None = None,
     shape: tuple[int, int, int] = (3, 1, 4),
     dtype: str = "float32",
     options: Sequence[str] = (),
 ) -> Iterator[EngineServer]:
     """`sglang serve` of `target` with the exported head `head`, which drafts trees of
-    `shape`: steps, top-k, tokens.
+    `shape`: steps, top-k, tokens. `card` is the head whose card has the command, where `head` is
+    one that our own loader refuses.
 
     The command and all that it starts are SGLang's own: server, scheduler, worker, model classes,
     loader and attention backend. Plain torch in tests/engines/sglang_cpu/ takes the place of its
@@ -170,7 +172,7 @@ def sglang_server(
     command = [program, "serve", "--model-path", str(target)]
     if head:
         # As the model card has it.
-        opened, _ = open_head(str(head))
+        opened, _ = open_head(str(card or head))
         served = algorithm_of(opened).serve_command(opened.shape, "sglang", str(target), shape, 0)
         assert served is not None
         words = shlex.split(served.command.replace("\\\n", " "))

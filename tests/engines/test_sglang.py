@@ -108,7 +108,9 @@ FAULTS = [
 def test_a_fault_is_found_and_named(line: Line, tmp_path: Path, plan: Plan) -> None:
     target, head = plan.plant(line.target, line.head, tmp_path)
     shape = plan.drafts, 1, plan.drafts + 1
-    served = sglang_server(target, head, tmp_path / "log", shape=shape, options=plan.options)
+    served = sglang_server(
+        target, head, tmp_path / "log", card=line.head, shape=shape, options=plan.options
+    )
     with served as server:
         _, findings = line.held_against(server, check_prompts=4, timeout_seconds=SECONDS)
     assert set(errors(findings)) & set(plan.found), findings
