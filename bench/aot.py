@@ -32,12 +32,7 @@ from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
 from pipeline.config.train import Loss
 from pipeline.decoder.ops.draft import DraftNoise
-from pipeline.decoder.ops.layer import (
-    PAGE,
-    AttentionMetadata,
-    LayerStack,
-    LayerWeights,
-)
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import SamplingTensors, root_only
 from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps

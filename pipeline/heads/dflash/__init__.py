@@ -48,8 +48,7 @@ def _serve_command(
     if format != "speculators":
         return None
     chain = shape.predicted
-    method = "dspark" if shape.markov_rank else "dflash"
-    draft = {"method": method, "model": "HEAD", "num_speculative_tokens": chain}
+    draft = {"method": kind_of(shape).name, "model": "HEAD", "num_speculative_tokens": chain}
     command = f"vllm serve {target} --speculative-config '{json.dumps(draft)}'"
     return ServeCommand(command, chain, "")
 
@@ -87,3 +86,8 @@ DSPARK = replace(
     describe=lambda _head: "a block drafter whose tokens depend on each other (DSpark)",
     drafter_name="dspark",
 )
+
+
+def kind_of(shape: DflashShape) -> HeadAlgorithm:
+    """Which of the two a head of this shape is."""
+    return DSPARK if DSPARK.owns(shape) else ALGORITHM

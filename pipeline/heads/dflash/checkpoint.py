@@ -42,7 +42,7 @@ from pipeline.heads.checkpoint import (
     read_tensors,
     write_files,
 )
-from pipeline.heads.dflash import ALGORITHM, DSPARK, speculators
+from pipeline.heads.dflash import ALGORITHM, DSPARK, kind_of, speculators
 from pipeline.heads.dflash.shape import MOST_BLOCK, MOST_LAYERS, DflashHead, DflashShape
 from pipeline.heads.fields import (
     LAYER_FIELDS,
@@ -85,7 +85,7 @@ _READ = (
 
 
 #: Of DSpark, in either place: fields of its shape, and what says that its head is of this kind.
-_RANK, _CONFIDENCE, _ANCHOR = "markov_rank", "enable_confidence_head", "sample_from_anchor"
+_RANK, _CONFIDENCE, _ANCHOR = "markov_rank", "enable_confidence_head", speculators.ANCHOR
 
 
 _DSPARK = {
@@ -115,9 +115,6 @@ _SETTING_RULES = {
 }
 
 
-_PLAIN_RULES = {_ANCHOR: only(False, reason="the root is a token of the target's")}
-
-
 _RULES = {
     **LAYER_RULES,
     "model_type": only("qwen3", reason="a layer is one of Qwen3"),
@@ -145,7 +142,7 @@ def head_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
         dspark = {_RANK: shape.markov_rank, _CONFIDENCE: shape.confidence} | _DSPARK
         dspark[_ANCHOR] = shape.anchor_predicts
     return {
-        "architectures": [(DSPARK if dspark else ALGORITHM).architecture],
+        "architectures": [kind_of(shape).architecture],
         **layer_config(shape),
         "model_type": "qwen3",
         "num_hidden_layers": layers,
@@ -189,7 +186,7 @@ def read_dflash_config(
     body = {"model_type": body.get("model_type"), **body}
     biased = DSPARK.architecture in architectures_of(body, where)
     own = (_RANK, _CONFIDENCE, _ANCHOR, "confidence_head_alpha") if biased else ()
-    rules = _DSPARK_RULES if biased else _PLAIN_RULES
+    rules = _DSPARK_RULES if biased else speculators.NOT_THE_ANCHOR
     read = (*LAYER_FIELDS, *_READ, *windows, *own)
     refuse_unknown(body, where, read=read, rules={**_RULES, **(rules if biased else {})})
     inside, rules = (*_READ, _WINDOW, _WINDOW_SIZE, _CAUSAL, *own), {**_SETTING_RULES, **rules}

@@ -31,18 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import (
-    BlockDrafterSection,
-    DrafterSection,
-    DsparkDrafterSection,
-    TreeSection,
-)
+from pipeline.config import BlockDrafterSection, DrafterSection, DsparkDrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import (
     Candidates,
+    DraftNoise,
     beam_depths,
     candidate_parents,
     join_marginals,
@@ -128,28 +124,29 @@ class DflashDrafter(TreeDrafter):
         first = self.shape.first
         states = normed.view(rows, block, -1)[:, first : first + shape.steps]
         logits = self.ops.linear(states.flatten(0, 1), self._lm_head)  # [B · steps, Vd]
+        noise = batch.noise()
         if self.shape.markov_rank:
             by_depth = states, logits.view(rows, shape.steps, -1)
-            return self._search(batch, *by_depth, self.shapes.beams(shape))
+            return self._search(batch.roots, noise, *by_depth, self.shapes.beams(shape))
         if self.trace is not None:
             self.trace.append(logits.view(rows, shape.steps, -1))
-        noise = batch.noise()
         if noise is not None:
             noise = noise.by_depth(shape.steps)
             logits = self.ops.perturb_drafts(logits, noise, self._target_ids)
         scores, ids = self.ops.propose(logits, self.shapes.beams(shape), self._target_ids)
         return join_marginals(*(each.view(rows, shape.steps, -1) for each in (scores, ids)))
 
-    def _search(self, batch: DecodeBatch, states: Tensor, logits: Tensor, k: int) -> Candidates:
+    def _search(
+        self, roots: Tensor, noise: DraftNoise | None, states: Tensor, logits: Tensor, k: int
+    ) -> Candidates:
         """The k likeliest branches of every depth, and what each proposes next, of states [B, D, H]
         and their logits [B, D, Vd] without the bias."""
         rows, steps, _ = logits.shape
-        token, score = batch.roots[:, None], torch.zeros(rows, 1, device=logits.device)  # [B, n]
+        token, score = roots[:, None], torch.zeros(rows, 1, device=logits.device)  # [B, n]
         tokens, cumulative, chosen = list[Tensor](), list[Tensor](), list[Tensor]()
         for depth in range(steps):
-            gained, proposed = self._propose(
-                batch, states[:, depth], logits[:, depth], token, depth, k
-            )
+            drawn = noise and noise.deeper(depth)
+            gained, proposed = self._propose(states[:, depth], logits[:, depth], token, drawn, k)
             total = (score[:, :, None] + gained).flatten(1)  # [B, n · k]
             tokens.append(proposed.flatten(1))
             cumulative.append(total)
@@ -163,7 +160,7 @@ class DflashDrafter(TreeDrafter):
         return Candidates(torch.cat(tokens, 1), parents, torch.cat(cumulative, 1), depths)
 
     def _propose(
-        self, batch: DecodeBatch, state: Tensor, logits: Tensor, before: Tensor, depth: int, k: int
+        self, state: Tensor, logits: Tensor, before: Tensor, noise: DraftNoise | None, k: int
     ) -> tuple[Tensor, Tensor]:
         """Scores and target ids of the best k [B, n, k] at a position of state [B, H] and logits
         [B, Vd], after each of the tokens `before` [B, n]."""
@@ -173,9 +170,8 @@ class DflashDrafter(TreeDrafter):
         logits = (logits[:, None] + bias).flatten(0, 1)  # [B · n, Vd]
         if self.trace is not None:
             self.trace.append(logits.view(rows, beams, -1))
-        noise = batch.noise()
         if noise is not None:
-            logits = self.ops.perturb_drafts(logits, noise.deeper(depth), self._target_ids)
+            logits = self.ops.perturb_drafts(logits, noise, self._target_ids)
         scores, ids = (
             each.view(rows, beams, k) for each in self.ops.propose(logits, k, self._target_ids)
         )

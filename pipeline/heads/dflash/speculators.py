@@ -14,6 +14,7 @@ import torch
 from pipeline.errors import HeadError
 from pipeline.heads.algorithm import Export
 from pipeline.heads.checkpoint import MAPS, HeadCard, write_files
+from pipeline.heads.dflash import ALGORITHM, DSPARK, kind_of
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.fields import (
     LAYER_RULES,
@@ -33,7 +34,7 @@ from pipeline.heads.speculators import (
 )
 
 #: speculators_model_type → the architecture in a config.json of ours.
-KINDS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+KINDS = {each.name: each.architecture for each in (ALGORITHM, DSPARK)}
 
 
 #: Ids of the layers that the states enter: one higher than output indices.
@@ -47,7 +48,7 @@ _READ = (
 
 
 #: Of DSpark alone. Where `sample_from_anchor` is not said, speculators takes true and vLLM false.
-_ANCHOR = "sample_from_anchor"
+ANCHOR = "sample_from_anchor"
 _BIASED = (
     "markov_rank",
     "markov_head_type",
@@ -56,7 +57,7 @@ _BIASED = (
 )
 
 
-_PLAIN = {_ANCHOR: only(False, reason="the root is a token of the target's")}
+NOT_THE_ANCHOR = {ANCHOR: only(False, reason="the root is a token of the target's")}
 
 
 _RULES = {
@@ -82,7 +83,7 @@ def export_speculators(folder: Path, head: DflashHead, card: HeadCard, request: 
         for name in (*MAPS, "lm_head.weight"):
             tensors.pop(name, None)
     layers, biased = shape.num_hidden_layers, shape.markov_rank > 0
-    name = "dspark" if biased else "dflash"
+    name = kind_of(shape).name
     values = shape.markov_rank, "vanilla", shape.confidence, True
     config = {
         "architectures": ["DSparkSpeculator" if biased else "DFlashSpeculator"],
@@ -93,7 +94,7 @@ def export_speculators(folder: Path, head: DflashHead, card: HeadCard, request: 
         "mask_token_id": shape.mask_token_id,
         _LAYERS: [layer + 1 for layer in card.contract.capture_layers],
         "aux_layer_convention": _CONVENTION,
-        _ANCHOR: shape.anchor_predicts,
+        ANCHOR: shape.anchor_predicts,
         # vLLM takes false for a causal block in every layer, of whatever kind.
         "sliding_window_non_causal": True,
         "tie_word_embeddings": False,
@@ -118,7 +119,7 @@ def check_rows(head: DflashHead, request: Export, reason: str) -> None:
         return
     rows = request.target().weights.lm_head()[head.target_ids()]
     if not torch.equal(head.lm_head.weight.bfloat16(), rows.bfloat16()):
-        name = "dspark" if head.shape.markov_rank else "dflash"
+        name = kind_of(head.shape).name
         keys = f"train.train_lm_head=false or train.{name}.target_lm_head=true"
         others = "" if request.format == "speculators" else "; for vLLM, use --format speculators"
         raise HeadError(
@@ -134,12 +135,12 @@ def as_own_config(body: dict[str, Any], where: str) -> dict[str, Any]:
     check_layer_types(layer, where, prefix=f"{LAYER}.")
     sizes = {"hidden_size": layer.get("hidden_size"), **body}
     biased = body.get(MODEL_TYPE) == "dspark"
-    also = (*_BIASED, _ANCHOR) if biased else ()
-    rules = _RULES if biased else {**_RULES, **_PLAIN}
+    also = (*_BIASED, ANCHOR) if biased else ()
+    rules = _RULES if biased else {**_RULES, **NOT_THE_ANCHOR}
     refuse_unknown(sizes, where, read=(*_READ, "hidden_size", *also), rules=rules)
-    if biased and not isinstance(body.get(_ANCHOR), bool):
+    if biased and not isinstance(body.get(ANCHOR), bool):
         fix = "write true where every position of a block predicts, else false"
-        raise HeadError(f"lacks {_ANCHOR}", where=where, fix=fix)
+        raise HeadError(f"lacks {ANCHOR}", where=where, fix=fix)
     refuse_unknown(settings, where, read=HOW_TO_DRAFT, rules=_ALGORITHM, prefix=f"{SETTINGS}.")
     ids = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
     names = ("draft_vocab_size", "block_size", "mask_token_id", *also)

@@ -237,7 +237,12 @@ class SeenServer:
         """Whether every round must be the decoder's: in fp32, of requests one at a time. Together
         with others an engine's drafter may see a little less of a prompt that it reads in pieces.
         """
-        return self.exact and self.runs[0].concurrency == 1 and not self.reads_other_branches
+        return self.exact_alone and not self.reads_other_branches
+
+    @property
+    def exact_alone(self) -> bool:
+        """Both sides compute in fp32, and no request ran beside another."""
+        return self.exact and self.runs[0].concurrency == 1
 
     @property
     def reads_other_branches(self) -> bool:
@@ -574,8 +579,7 @@ def _other_rounds(seen: SeenServer) -> str:
     if not seen.exact_rounds and shape:
         rounds = [(each.theirs.rounds, each.rounds(shape)) for each in seen.compared]
         apart = sum(abs(theirs - ours) for theirs, ours in rounds)
-        alone = seen.exact and seen.runs[0].concurrency == 1
-        share = _OTHER_BRANCHES if alone else _OTHER_ROUNDS
+        share = _OTHER_BRANCHES if seen.exact_alone else _OTHER_ROUNDS
         if apart <= share * sum(ours for _, ours in rounds):
             return ""
     if not other:
