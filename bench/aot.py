@@ -1,4 +1,5 @@
-"""Compile every Triton kernel for GPUs that are not here: `python -m bench.aot [kernel …]`.
+"""Compile every Triton kernel for GPUs that are not here: `python -m bench.aot [--known TABLE]
+[kernel …]`.
 
 The operations run once on tensors without data, and each launch, instead of reaching a device,
 names a kernel with the types, constants and divisibilities that the real launch would have. What is
@@ -7,6 +8,9 @@ than the architecture gives a program, ends the command with an error. `programs
 a multiprocessor holds at a time, `occupancy` the share of its 64 warps that these are.
 
 tests/decoder/ops/aot.txt is what the command prints, of one version of Triton and its assembler.
+`source` is a digest of what a kernel is compiled from, Triton's first representation of it. With
+`--known` a row of such a table is taken over where version, launch and source are the same: what
+was changed is compiled, which takes seconds instead of minutes.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +32,9 @@ from typing import Any, get_args
 import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
+from triton._C.libtriton import ir  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
-from triton.compiler import ASTSource  # type: ignore[import-untyped]
+from triton.compiler import ASTSource, make_backend  # type: ignore[import-untyped]
 
 from pipeline.config.train import Loss
 from pipeline.decoder.ops.draft import DraftNoise
@@ -156,56 +162,108 @@ def variants() -> tuple[Variant, ...]:
 
 def compile_variant(variant: Variant, arch: int) -> Compiled:
     """Compile for sm_<arch>; needs no GPU. Raises what Triton or its assembler raises."""
-    attributes = {(index,): [["tt.divisibility", 16]] for index in variant.divisible}
-    source = ASTSource(variant.kernel, variant.signature, variant.constants, attributes)
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    kernel = triton.compile(_ast(variant), target=_target(arch), options=_options(variant))
     return Compiled(variant, arch, int(kernel.metadata.shared), *_resources(kernel.asm["cubin"]))
 
 
-def compile_all(names: Collection[str] = (), workers: int = 2) -> Iterator[Compiled]:
-    """The named kernels, or all, on every architecture, in order.
+def source_of(variant: Variant, arch: int) -> str:
+    """Digest of the module that Triton makes of the kernel before its first pass, without the
+    lines of files that it comes from."""
+    backend = make_backend(_target(arch))
+    options = backend.parse_options(_options(variant))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    generated = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = _ast(variant).make_ir(_target(arch), options, *generated, context)
+    return sha256(module.str_nodebug().encode()).hexdigest()[:12]
+
+
+def _ast(variant: Variant) -> ASTSource:
+    attributes = {(index,): [["tt.divisibility", 16]] for index in variant.divisible}
+    return ASTSource(variant.kernel, variant.signature, variant.constants, attributes)
+
+
+def _target(arch: int) -> GPUTarget:
+    return GPUTarget("cuda", arch, 32)
+
+
+def _options(variant: Variant) -> dict[str, int]:
+    return {"num_warps": variant.warps, "num_stages": variant.stages}
+
+
+def compile_all(jobs: Sequence[tuple[int, int]], workers: int = 2) -> Iterator[Compiled]:
+    """Each variant, by its index, on the architecture beside it, in order.
 
     By `workers` processes: the compiler holds Python's lock.
     """
-    if INTERPRETED:
-        problem = "TRITON_INTERPRET is set: kernels are interpreted in this process"
-        raise RuntimeError(f"{problem}, unset it to compile them")
     # A kernel cannot be sent to another process, but its index in the list can.
-    chosen = [i for i, variant in enumerate(variants()) if not names or variant.name in names]
-    jobs = list(product(chosen, SHARED_LIMIT))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        resources = pool.map(_compile_index, *zip(*jobs, strict=True))
+        resources = pool.map(_compile_index, *zip(*jobs, strict=True)) if jobs else ()
         for (index, arch), used in zip(jobs, resources, strict=True):
             yield Compiled(variants()[index], arch, *used)
 
 
-_ROW = "{:24} {:22} {:>6} {:>5} {:>6} {:>8} {:>9} {:>7} {:>8} {:>9}"
+_LAUNCH = "{:24} {:22} {:>6} {:>5} {:>6} {:>12}"
+_USED = " {:>8} {:>9} {:>7} {:>8} {:>9}"
 _HEADINGS = (
-    *("kernel", "variant", "arch", "warps", "stages", "shared", "registers", "spilled"),
-    *("programs", "occupancy"),
+    *("kernel", "variant", "arch", "warps", "stages", "source"),
+    *("shared", "registers", "spilled", "programs", "occupancy"),
 )
 
 
-def main(names: Collection[str] = ()) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the table of the named kernels, or of all; 1 if one does not fit."""
-    print(f"triton {triton.__version__}")
-    print(_ROW.format(*_HEADINGS))
+    parser = ArgumentParser(prog="python -m bench.aot")
+    parser.add_argument("kernels", nargs="*", metavar="kernel", help="all where none is named")
+    parser.add_argument("--known", type=Path, help="a table of which rows are taken over")
+    options = parser.parse_args(arguments)
+    if INTERPRETED:
+        problem = "TRITON_INTERPRET is set: kernels are interpreted in this process"
+        raise RuntimeError(f"{problem}, unset it to compile them")
+    known = _known(options.known) if options.known else {}
+    print(_version())
+    print((_LAUNCH + _USED).format(*_HEADINGS))
+    chosen = [i for i, v in enumerate(variants()) if v.name in (options.kernels or {v.name})]
+    launches = {(i, arch): _launch(variants()[i], arch) for i in chosen for arch in SHARED_LIMIT}
+    compiled = compile_all([job for job, launch in launches.items() if launch not in known])
     too_large = 0
-    for compiled in compile_all(names):
-        variant, limit = compiled.variant, SHARED_LIMIT[compiled.arch]
-        launch = variant.name, variant.label, f"sm_{compiled.arch}", variant.warps, variant.stages
-        programs = compiled.programs
-        occupancy = "-" if programs is None else f"{programs * variant.warps / _WARPS:.0%}"
-        numbers = compiled.registers, compiled.spilled, programs
-        used = compiled.shared, *map(_or_dash, numbers), occupancy
-        too_large += not compiled.fits
-        verdict = "" if compiled.fits else f"  needs more than {limit}"
-        print(f"{_ROW.format(*launch, *used)}{verdict}", flush=True)
+    for launch in launches.values():
+        if launch in known:
+            print(known[launch])
+            continue
+        result = next(compiled)
+        too_large += not result.fits
+        verdict = "" if result.fits else f"  needs more than {SHARED_LIMIT[result.arch]}"
+        print(f"{launch}{_used(result)}{verdict}", flush=True)
     if too_large:
         problem = f"{too_large} kernels need more shared memory than their architecture has"
         print(problem, file=sys.stderr)
     return int(too_large > 0)
+
+
+def _version() -> str:
+    return f"triton {triton.__version__}"
+
+
+def _known(table: Path) -> dict[str, str]:
+    """A table's rows by launch and source; none where another Triton made it."""
+    version, _, *rows = table.read_text(encoding="utf-8").splitlines()
+    used = len(_USED.format(*[""] * 5))
+    return {row[:-used]: row for row in rows} if version == _version() else {}
+
+
+def _launch(variant: Variant, arch: int) -> str:
+    """A row's beginning: all that decides what follows."""
+    launch = variant.name, variant.label, f"sm_{arch}", variant.warps, variant.stages
+    return _LAUNCH.format(*launch, source_of(variant, arch))
+
+
+def _used(compiled: Compiled) -> str:
+    programs = compiled.programs
+    occupancy = "-" if programs is None else f"{programs * compiled.variant.warps / _WARPS:.0%}"
+    numbers = compiled.registers, compiled.spilled, programs
+    return _USED.format(compiled.shared, *map(_or_dash, numbers), occupancy)
 
 
 def _or_dash(number: int | None) -> str:

@@ -61,9 +61,12 @@ from pipeline.decoder.round import Verify, prefill
 _Launch = tuple[list[RunningRequest], PendingTokens]
 
 #: Prompt tokens read between two rounds: long enough for efficient matrix products, short enough
-#: that the others' next tokens are not delayed much. While nobody is decoding there is nobody to
-#: delay, but the first to arrive should not wait for all: four times as many.
+#: that the others' next tokens are not delayed much.
 PREFILL_TOKENS = 512
+#: The same where replies are wanted for a file, and nobody waits for a token.
+OFFLINE_PREFILL_TOKENS = 4096
+#: While nobody is decoding there is nobody to delay, but the first to arrive should not wait for
+#: all: four times as many, where that is not more than offline.
 _IDLE_FACTOR = 4
 #: Tokens of a prompt that take every path of a long one.
 _LONG = 256
@@ -96,7 +99,11 @@ class Engine:
         """
         captured, device = on_gpu(model.device), model.device
         self.model, self.drafter, self.slots = model, drafter, slots
-        self._prefill_tokens, self._simulated = prefill_tokens, verify is not None
+        idle_tokens = max(
+            prefill_tokens, min(_IDLE_FACTOR * prefill_tokens, OFFLINE_PREFILL_TOKENS)
+        )
+        self._prefill_tokens, self._idle_prefill_tokens = prefill_tokens, idle_tokens
+        self._simulated = verify is not None
         overlap = captured if overlap is None else overlap
         self._max_unread = int(overlap)  # launches in flight whose tokens may still be unread
         emitted = drafter.depth + 1 if drafter else 1  # most tokens that a round emits
@@ -113,8 +120,10 @@ class Engine:
             least, most, reserved = row_pages + 1, slots * row_pages + 1, 0
             if captured:
                 assert buckets is not None
-                graphs, prompts = 2 * len(buckets), _IDLE_FACTOR * prefill_tokens
-                reserved = planned_bytes(model, slots, tree, graphs=graphs, prefill_tokens=prompts)
+                graphs = 2 * len(buckets)
+                reserved = planned_bytes(
+                    model, slots, tree, graphs=graphs, prefill_tokens=idle_tokens
+                )
             pages = pages_that_fit(shapes, device, least=least, most=most, reserved=reserved)
         self.pools = Pools(model.plane_shape, drafter, pages=pages, rows=slots, device=model.device)
         planes = self.pools.planes
@@ -240,7 +249,7 @@ class Engine:
     def _launch_prefill(self) -> list[_Launch]:
         """Admit requests, read prompts within the budget; those read whole join the rounds."""
         prefill, running = self._prefill, len(self._running)
-        budget = self._prefill_tokens * (1 if running else _IDLE_FACTOR)
+        budget = self._prefill_tokens if running else self._idle_prefill_tokens
         while prefill.unread < budget and (arriving := self._admit()):
             prefill.add(arriving)
         ended = prefill.read(budget)

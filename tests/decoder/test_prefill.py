@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.engine import Engine, Staging
+from pipeline.decoder.engine import OFFLINE_PREFILL_TOKENS, PREFILL_TOKENS, Engine, Staging
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import prefill, prefill_prompt
@@ -137,6 +137,26 @@ def test_a_pass_reads_no_more_than_the_budget(
     requests = [Request(str(index), (1,) * 30, 20, ()) for index in range(3)]
     list(Engine(model, slots=3, prefill_tokens=8).generate(requests))
     assert sizes == [[30, 2], [8], [8], [8], [4, 4], [8], [8], [8], [2]]
+
+
+@pytest.mark.parametrize(
+    ("prefill_tokens", "first"),
+    [(PREFILL_TOKENS, 2048), (2000, 4096), (OFFLINE_PREFILL_TOKENS, 4096)],
+)
+def test_while_nobody_decodes_a_pass_reads_more_but_no_more_than_offline(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch, prefill_tokens: int, first: int
+) -> None:
+    sizes: list[int] = []
+    original = TokenRows.ragged
+
+    def counting(starts: Tensor, tokens: int, max_query_len: int) -> TokenRows:
+        sizes.append(tokens)
+        return original(starts, tokens, max_query_len)
+
+    monkeypatch.setattr(TokenRows, "ragged", counting)
+    requests = [Request(str(index), (1,) * 50, 8, ()) for index in range(180)]
+    list(Engine(model, slots=180, prefill_tokens=prefill_tokens).generate(requests))
+    assert sizes[:2] == [first, prefill_tokens]
 
 
 def test_staged_values_may_be_sent_again_before_they_are_used() -> None:

@@ -70,30 +70,33 @@ def write_replies(
     `stored` are the prompts, and `says` the sampling, that the samples name.
     """
     torch.manual_seed(1)
+    ids = torch.tensor(read)  # all of one length: none is padded
+    drawn = (
+        {"do_sample": True, "temperature": sampling.temperature}
+        | {"top_p": sampling.top_p, "top_k": sampling.top_k}
+        if sampling.temperature
+        else {"do_sample": False}
+    )
+    outputs = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=list(end_ids),
+        pad_token_id=0,
+        **drawn,
+    )
     samples = []
-    for index, prompt in enumerate(read):
-        ids = torch.tensor([prompt])
-        drawn = (
-            {"do_sample": True, "temperature": sampling.temperature}
-            | {"top_p": sampling.top_p, "top_k": sampling.top_k}
-            if sampling.temperature
-            else {"do_sample": False}
-        )
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=list(end_ids),
-            pad_token_id=0,
-            **drawn,
-        )[0].tolist()
-        reply, before = output[len(prompt) :], list((stored or read)[index])
+    for index, output in enumerate(outputs[:, ids.shape[1] :].tolist()):
+        # What follows the first end fills up the rows of longer replies.
+        ends = [place for place, token in enumerate(output) if token in end_ids]
+        reply = output[: ends[0] + 1] if ends else output
+        before = list((stored or read)[index])
         samples.append(
             sample_of(
                 index,
                 [*before, *reply],
                 [(len(before), len(before) + len(reply))],
-                finish_reason="stop" if reply[-1] in end_ids else "length",
+                finish_reason="stop" if ends else "length",
                 sampling=says or sampling,
             )
         )

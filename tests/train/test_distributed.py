@@ -86,7 +86,6 @@ def launch(config: RunConfig, processes: int, *, launcher: str = "torchrun") -> 
         (2, 0, "float32", "deepspeed", "adamw"),
         (2, 0, "float32", "torchrun", "muon"),
         (2, 1, "float32", "torchrun", "adamw"),
-        (4, 0, "bfloat16", "torchrun", "adamw"),
         (4, 1, "bfloat16", "torchrun", "adamw"),
     ],
 )

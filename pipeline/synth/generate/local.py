@@ -12,7 +12,7 @@ import torch
 from pipeline.config import DrafterSection, SynthSection
 from pipeline.console import notice
 from pipeline.decoder.drafter import Drafter
-from pipeline.decoder.engine import Engine
+from pipeline.decoder.engine import OFFLINE_PREFILL_TOKENS, Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.request import Completion, Request
@@ -91,7 +91,7 @@ class LocalBackend:
         del self._engine, engine
         gc.collect()
         torch.cuda.empty_cache()
-        self._engine = Engine(model, drafter=drafter, slots=slots)
+        self._engine = _offline(model, drafter, slots)
 
 
 def open_local(section: SynthSection, target: Target) -> LocalBackend:
@@ -103,8 +103,12 @@ def open_local(section: SynthSection, target: Target) -> LocalBackend:
         dtype=target.dtype,
         max_length=section.max_prompt_tokens + section.max_new_tokens,
     )
-    slots = section.slots(target.device.type)
-    return LocalBackend(Engine(model, drafter=_drafter(section, model, target), slots=slots))
+    drafter, slots = _drafter(section, model, target), section.slots(target.device.type)
+    return LocalBackend(_offline(model, drafter, slots))
+
+
+def _offline(model: DecoderModel, drafter: Drafter | None, slots: int) -> Engine:
+    return Engine(model, drafter=drafter, slots=slots, prefill_tokens=OFFLINE_PREFILL_TOKENS)
 
 
 def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Drafter | None:

@@ -329,15 +329,17 @@ def layer_of(
     return ours, LayerWeights(**none | wider)
 
 
-LAYERS = [(96, 80, 4, 2, 32), (1024, 130, 2, 1, 64), (64, 200, 3, 1, 48), (34, 66, 2, 2, 64)]
+LAYERS = [(96, 80, 4, 2, 32), (512, 130, 2, 1, 64), (64, 200, 3, 1, 48), (34, 66, 2, 2, 64)]
 
 
-# Of one token, whose products are split; as many as are fused, and one more; heads of an odd size.
+# Of one token, whose products are split, in float8 of 1,024 inputs and more; as many as are fused,
+# and one more; heads of an odd size.
 @operation(20, LAYERS, [False, True], [False, True], corners=[
     (1, LAYERS[1], False, False), (2, (256, 544, 1, 1, 128), True, False),
     (7, LAYERS[1], True, False), (64, LAYERS[0], True, False), (65, LAYERS[0], False, False),
     (5, LAYERS[2], True, False), (16, LAYERS[3], True, False),
-    (3, LAYERS[1], True, True), (64, LAYERS[0], False, True), (65, LAYERS[0], True, True),
+    (3, (1024, 130, 2, 1, 64), True, True),
+    (64, LAYERS[0], False, True), (65, LAYERS[0], True, True),
 ])  # fmt: skip
 def layers(
     backend: Backend, tokens: int, sizes: tuple[int, ...], formed: bool, float8: bool

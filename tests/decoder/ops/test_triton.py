@@ -30,7 +30,7 @@ from tests.decoder.ops import operations
 from tests.decoder.ops.attention import NAN
 from tests.decoder.ops.backends import FP32, TYPES, Backend, triton_backend
 from tests.decoder.ops.conftest import attention_metadata
-from tests.decoder.ops.operations import INF, LAYERS, OPERATIONS, SAMPLING, sampling_of
+from tests.decoder.ops.operations import INF, OPERATIONS, SAMPLING, sampling_of
 
 
 @pytest.fixture
@@ -42,7 +42,10 @@ def backend(device: torch.device) -> Backend:
 # Products are cuBLAS's.
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "linear"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_operations(device: torch.device, operation: str, dtype: torch.dtype) -> None:
+def test_operations(
+    device: torch.device, operation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "SPLIT_INPUTS", 16)  # so that smaller products are split
     OPERATIONS[operation](triton_backend(dtype, device))
 
 
@@ -65,8 +68,11 @@ PRODUCT_FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = 
 
 
 @pytest.mark.parametrize("fault", [None, *PRODUCT_FAULTS])
-def test_faults_of_products_are_seen(backend: Backend, fault: str | None) -> None:
-    float8 = fault in FLOAT8_FAULTS
+def test_faults_of_products_are_seen(
+    backend: Backend, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "SPLIT_INPUTS", 8)  # so that a small product is split
+    sizes, float8 = (256, 130, 2, 1, 64), fault in FLOAT8_FAULTS
 
     class Faulty(TritonOps):
         def _start(self, kernel: Any, grid: Any, given: Any, *rest: Any, **fixed: Any) -> None:
@@ -76,9 +82,7 @@ def test_faults_of_products_are_seen(backend: Backend, fault: str | None) -> Non
                 given = tuple(named.values())
             super()._start(kernel, grid, given, *rest, **fixed)
 
-    posed = partial(
-        operations.layers, replace(backend, ops=Faulty(FP32)), 7, LAYERS[1], True, float8
-    )
+    posed = partial(operations.layers, replace(backend, ops=Faulty(FP32)), 7, sizes, True, float8)
     if fault is None:
         posed()
     else:
