@@ -125,6 +125,7 @@ CASES = (
     Case("SGLang", EAGLE3, sglang((3, 1, 4)), "chain 3/1/4", stand_in=True),
     Case("SGLang", EAGLE3, sglang((5, 4, 8)), "tree 5/4/8", stand_in=True),
     Case("SGLang", EAGLE31, sglang((3, 1, 4)), "chain 3/1/4", stand_in=True),
+    Case("SGLang", EAGLE31, sglang((5, 4, 8)), "tree 5/4/8", stand_in=True),
     Case("llama.cpp", EAGLE3, llama, "`--format gguf`"),
 )
 
