@@ -63,10 +63,10 @@ _Launch = tuple[list[RunningRequest], PendingTokens]
 #: Prompt tokens read between two rounds: long enough for efficient matrix products, short enough
 #: that the others' next tokens are not delayed much.
 PREFILL_TOKENS = 512
-#: The same where replies are wanted for a file, and nobody waits for a token.
+#: The same where replies go to a file and nobody waits for a token.
 OFFLINE_PREFILL_TOKENS = 4096
 #: While nobody is decoding there is nobody to delay, but the first to arrive should not wait for
-#: all: four times as many, where that is not more than offline.
+#: all: four times as many, but no more than offline.
 _IDLE_FACTOR = 4
 #: Tokens of a prompt that take every path of a long one.
 _LONG = 256
@@ -99,10 +99,8 @@ class Engine:
         """
         captured, device = on_gpu(model.device), model.device
         self.model, self.drafter, self.slots = model, drafter, slots
-        idle_tokens = max(
-            prefill_tokens, min(_IDLE_FACTOR * prefill_tokens, OFFLINE_PREFILL_TOKENS)
-        )
-        self._prefill_tokens, self._idle_prefill_tokens = prefill_tokens, idle_tokens
+        idle = min(_IDLE_FACTOR * prefill_tokens, OFFLINE_PREFILL_TOKENS)
+        self.prefill_tokens, self._idle_tokens = prefill_tokens, max(prefill_tokens, idle)
         self._simulated = verify is not None
         overlap = captured if overlap is None else overlap
         self._max_unread = int(overlap)  # launches in flight whose tokens may still be unread
@@ -122,7 +120,7 @@ class Engine:
                 assert buckets is not None
                 graphs = 2 * len(buckets)
                 reserved = planned_bytes(
-                    model, slots, tree, graphs=graphs, prefill_tokens=idle_tokens
+                    model, slots, tree, graphs=graphs, prefill_tokens=self._idle_tokens
                 )
             pages = pages_that_fit(shapes, device, least=least, most=most, reserved=reserved)
         self.pools = Pools(model.plane_shape, drafter, pages=pages, rows=slots, device=model.device)
@@ -249,7 +247,7 @@ class Engine:
     def _launch_prefill(self) -> list[_Launch]:
         """Admit requests, read prompts within the budget; those read whole join the rounds."""
         prefill, running = self._prefill, len(self._running)
-        budget = self._prefill_tokens if running else self._idle_prefill_tokens
+        budget = self.prefill_tokens if running else self._idle_tokens
         while prefill.unread < budget and (arriving := self._admit()):
             prefill.add(arriving)
         ended = prefill.read(budget)

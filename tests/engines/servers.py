@@ -31,8 +31,8 @@ VLLM_VARIABLES = {
     "VLLM_TARGET_DEVICE": "cpu",  # it looks for it in its version, which the wheel lacks
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    # Its own attention for DeepSeek's latent states needs AMX, or pages of 16 tokens, where what
-    # hands out states takes multiples of 32. So they are widened to keys and values first.
+    # Without AMX its latent attention (DeepSeek's) takes pages of 16 tokens alone, and the cache
+    # that hands out states multiples of 32. With this it attends as other models do.
     "VLLM_MLA_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

@@ -92,8 +92,8 @@ class Apart(NamedTuple):
 
 def _relative(states: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[T]: how far states [T, H] are from the right ones, over their norms."""
-    sizes = ((states.double() - right.double()).norm(dim=1), right.double().norm(dim=1))
-    return torch.div(*sizes)
+    distance, size = (states.double() - right.double()).norm(dim=1), right.double().norm(dim=1)
+    return torch.div(distance, size)
 
 
 def apart(target: Target, captured: Any, texts: Sequence[Sequence[int]]) -> Apart:
@@ -110,8 +110,8 @@ def apart(target: Target, captured: Any, texts: Sequence[Sequence[int]]) -> Apar
     for (aux, final), ids in zip(captured, texts, strict=True):
         layers = layers_of(aux, final), layers_of(*capture_alone(loaded, ids))
         count += len(ids)
-        near = torch.stack([_relative(*pair) for pair in zip(*layers, strict=True)])
-        if near.max() <= 5e-5:  # [layers, T]
+        near = torch.stack([_relative(*pair) for pair in zip(*layers, strict=True)])  # [layers, T]
+        if near.max() <= 5e-5:
             worst = torch.maximum(worst, near.amax(1))
             continue
         exact = exact or replace(loaded, model=deepcopy(loaded.model).double())

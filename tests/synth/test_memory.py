@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config import SourceSpec, SynthSection
-from pipeline.decoder.engine import Engine
+from pipeline.config import SourceSpec, SynthSection, TargetSection
+from pipeline.decoder.engine import OFFLINE_PREFILL_TOKENS, Engine
 from pipeline.decoder.graphs import RoundLauncher
 from pipeline.errors import OutOfMemory
 from pipeline.records import Prompt, Sample
 from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
-from pipeline.synth.generate.local import LocalBackend
+from pipeline.synth.generate.local import LocalBackend, open_local
+from pipeline.target.open import open_target
 from tests.conftest import QUESTIONS
 from tests.synth.server import ServedTarget
 
@@ -73,6 +74,17 @@ def test_half_the_slots_give_the_same_replies(
     assert sum(rows > 2 for rows in rounds) == 1, "it failed once"
     said = capsys.readouterr().out
     assert said.count("out of memory with synth.batch_size=4: goes on with 2") == 1
+
+
+def test_as_many_prompt_tokens_are_read_at_a_time_as_offline(tiny_target: Path) -> None:
+    """With half the slots too."""
+    section = TargetSection.model_validate({"source": str(tiny_target), "device": "cpu"})
+    backend = open_local(SECTION, open_target(section))
+    assert backend._engine.prefill_tokens == OFFLINE_PREFILL_TOKENS
+    slots = backend._engine.slots
+    backend._halve_slots()
+    halved = backend._engine
+    assert (halved.slots, halved.prefill_tokens) == (slots // 2, OFFLINE_PREFILL_TOKENS)
 
 
 @pytest.mark.parametrize("slots", [4, 1])

@@ -88,10 +88,11 @@ class LocalBackend:
     def _halve_slots(self) -> None:
         engine = self._engine
         model, drafter, slots = engine.model, engine.drafter, engine.slots // 2
+        budget = engine.prefill_tokens
         del self._engine, engine
         gc.collect()
         torch.cuda.empty_cache()
-        self._engine = _offline(model, drafter, slots)
+        self._engine = Engine(model, drafter=drafter, slots=slots, prefill_tokens=budget)
 
 
 def open_local(section: SynthSection, target: Target) -> LocalBackend:
@@ -104,11 +105,9 @@ def open_local(section: SynthSection, target: Target) -> LocalBackend:
         max_length=section.max_prompt_tokens + section.max_new_tokens,
     )
     drafter, slots = _drafter(section, model, target), section.slots(target.device.type)
-    return LocalBackend(_offline(model, drafter, slots))
-
-
-def _offline(model: DecoderModel, drafter: Drafter | None, slots: int) -> Engine:
-    return Engine(model, drafter=drafter, slots=slots, prefill_tokens=OFFLINE_PREFILL_TOKENS)
+    return LocalBackend(
+        Engine(model, drafter=drafter, slots=slots, prefill_tokens=OFFLINE_PREFILL_TOKENS)
+    )
 
 
 def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Drafter | None:
