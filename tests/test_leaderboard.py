@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bench.leaderboard.experiment import Experiment, configured, read_experiments
+from bench.leaderboard.peers import train_peer
 from bench.leaderboard.results import CellResult, PromptResult, keep_results, read_results
 from bench.leaderboard.runs import TREE, Bench, _changes
 from bench.leaderboard.table import BEGIN, END, Row, draws_of, page, replace_rows, rows_of, table
+from bench.leaderboard.usage import Trained, Usage, run_measured
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, Eagle3Error, StageConflict
 from pipeline.records import Stage
@@ -56,7 +60,8 @@ def test_every_experiment_makes_a_configuration() -> None:
     for experiment in experiments[1:]:
         changed = configured(BASE, experiment, drawn)
         stages = [(each.synth, each.features, each.train) for each in (changed, default)]
-        assert experiment.about.endswith(".") and stages[0] != stages[1], experiment.name
+        assert experiment.about.endswith(".")
+        assert experiment.peer or stages[0] != stages[1], experiment.name
         assert changed.synth and default.synth
         shares = {} if experiment.name == "plain-mix" else default.synth.category_shares
         assert changed.synth.category_shares == shares, experiment.name
@@ -153,6 +158,34 @@ def test_machines_have_tables_of_their_own() -> None:
     assert "* `default`: About default.\n* `gone`: no longer" in there
 
 
+def test_data_made_at_another_time_have_a_table_of_their_own() -> None:
+    """So have those of before, whose cells do not say when."""
+    fresh = cell("default", 0, [30, 40]).model_copy(update={"since": "2026-11-28 09:20"})
+    cells = [cell("default", 0, [10, 20]), cell("other", 0, [11, 21]), fresh]
+    tables = page(rows_of(cells, {}))
+    assert tables.count("| training data") == 2
+    assert "**a CPU**, data of 2026-11-28 09:20: 2 prompts" in tables
+
+
+def test_a_process_is_measured_and_its_failure_ends_the_bench() -> None:
+    code = "import numpy, time; x = numpy.ones(40_000_000)\nwhile time.process_time() < 1: pass"
+    usage = run_measured([sys.executable, "-c", code], os.environ)
+    assert usage.peak_gb and 0.32 < usage.peak_gb < 1 and 1 <= usage.cpu_hours * 3600 < 20
+    with pytest.raises(SystemExit, match="3"):
+        run_measured([sys.executable, "-c", "raise SystemExit(3)"], os.environ)
+
+
+def test_a_row_of_another_trainer_needs_its_interpreter(tmp_path: Path) -> None:
+    [peer] = read_experiments(ROOT / "experiments", ["specforge"])
+    config = configured(BASE, peer, ["synth.max_prompts=9", f"run.uri={tmp_path}"])
+    with pytest.raises(ConfigError, match="--peer-python"):
+        train_peer(config, peer, None)
+    with pytest.raises(Eagle3Error, match="trainer"):
+        Experiment.from_fields(
+            {"name": "x", "about": "X.", "peer": {"trainer": "nobody"}}, where="x", fix="y"
+        )
+
+
 def test_what_is_kept_stands_in_the_document() -> None:
     kept = read_results(ROOT / "experiments/results.jsonl")
     known = {each.name: each for each in read_experiments(ROOT / "experiments", [])}
@@ -166,7 +199,7 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
     """Stages and decoding are left out here: which of them a cell asks for, and what it keeps."""
     asked: list[tuple[str, str]] = []
 
-    def run(bench: Bench, stage: Stage, overrides: Sequence[str]) -> float:
+    def run(bench: Bench, stage: Stage, overrides: Sequence[str]) -> Usage:
         config = load(BASE, overrides)
         uri = Path(config.run.uri)
         asked.append((stage, f"{uri.parent.name}/{uri.name}"))
@@ -176,13 +209,17 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
             states.create(stage_location(str(uri), "features"))
             parent = Awaited.of(states)
         Begin.of(config, stage, parent, {}).create(stage_location(str(uri), stage))
-        return 0.5
+        return Usage(0.5, 1.5)
+
+    def train(bench: Bench, _: RunConfig, overrides: Sequence[str]) -> Trained:
+        return Trained(run(bench, "train", overrides), 1000, 3000, 10)
 
     def measured(bench: Bench, config: RunConfig, *_: object) -> CellResult:
         made = cell("plain-mix", config.run.seed, [10, 20])
         return made.model_copy(update={"questions": bench._questions_digest()})
 
     monkeypatch.setattr(Bench, "_run", run)
+    monkeypatch.setattr(Bench, "_train", train)
     monkeypatch.setattr(Bench, "_measured", measured)
     [plain] = read_experiments(ROOT / "experiments", ["plain-mix"])
 

@@ -59,6 +59,7 @@ def _cells(options: argparse.Namespace) -> list[CellResult]:
         common=common,
         prompts_per_set=options.prompts_per_set,
         new_tokens=options.new_tokens,
+        peer_python=options.peer_python,
     )
     return [
         bench.result(experiment, budget, seed)
@@ -81,6 +82,7 @@ def _options() -> argparse.Namespace:
     option("--rows", type=_names, default=[], help="names, by commas; default: all")
     option("--budgets", type=_counts, default=[100_000], help="data tokens, as 100k,300k,1m")
     option("--seeds", type=int, default=3, help="0 to this number minus 1")
+    option("--peer-python", type=Path, help="interpreter of rows with `peer`, see bench/peers")
     option("--set", nargs="*", default=[], help="more overrides of every row, KEY=VALUE")
     option("--threads", type=int, default=0, help="CPU threads; 0: every core")
     option("--out", type=Path, default=Path("runs/leaderboard"), help="folder of runs and results")

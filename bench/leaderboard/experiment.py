@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -15,6 +15,17 @@ from pipeline.errors import ConfigError
 from pipeline.records import Record
 
 
+class PeerSettings(Record):
+    """What another trainer is told; everything else is its default."""
+
+    trainer: Literal["specforge", "speculators"]
+    rate: float
+    passes: int
+    steps: int  # of the unrolling
+    decay: float  # weight of a step's loss over the one before
+    batch_tokens: int = 0  # of whole samples in an optimiser step; 0: one sample
+
+
 class Experiment(Record):
     """What a file says; `name` is the file's."""
 
@@ -22,6 +33,7 @@ class Experiment(Record):
     about: str  # one sentence for the table
     against: str = "default"  # the row whose changes it has too, and that it is compared with
     changes: dict[str, Any] = Field(default_factory=dict)  # a tree as in a configuration
+    peer: PeerSettings | None = None  # trained by another trainer, from the same samples
 
     def overrides(self) -> list[str]:
         """As the command line takes them."""
@@ -48,7 +60,7 @@ def _default_first(name: str) -> tuple[bool, str]:
 
 
 def _read(path: Path, readers: tuple[str, ...] = ()) -> Experiment:
-    fix = "use only `about`, `against` and `changes`"
+    fix = "use only `about`, `against`, `changes` and `peer`"
     tree = {"name": path.stem, **parse_yaml(read_file(path))}
     own = Experiment.from_fields(tree, where=str(path), fix=fix)
     if own.name == "default":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from bench.leaderboard.experiment import PeerSettings
 from pipeline.config import TreeSection
 from pipeline.records import Record
 
@@ -32,8 +33,11 @@ class CellResult(Record):
     data_tokens: int  # of them trained on
     trained_tokens: int  # over all passes
     cpu_hours: float  # of the last attempt at training alone
+    peak_gb: float | None = None  # of that process
+    peer: PeerSettings | None = None
     parameters: int
     machine: str  # processor that answered, captured and trained
+    since: str | None = None  # when its folder was begun: other folders have other replies
     commit: str
     questions: str  # digest of the prompts' names
     tree: TreeSection
@@ -42,9 +46,10 @@ class CellResult(Record):
 
     @property
     def group(self) -> tuple[str, str]:
-        """Machine, and what was decoded how: only cells of one group can be compared."""
+        """Machine, data, and what was decoded how: only cells of one group can be compared."""
         tree = f"{self.tree.top_k}/{self.tree.steps}/{self.tree.nodes}"
-        return self.machine, f"{self.questions}/{tree}/{self.new_tokens}"
+        made = self.since or ""
+        return self.machine, f"{made}/{self.questions}/{tree}/{self.new_tokens}"
 
     @property
     def key(self) -> tuple[str, str, int, str, int]:

@@ -4,6 +4,8 @@
                      <row>/<budget>-<seed>/{synth,features} ─► those; features of its own where
                                                        training follows, and so deletes states
                                            train/      a run like any other
+                                           peer/       or what another trainer wrote
+                                           head/       and that imported
                                            result.json rounds and tokens of each prompt
 
 A cell with a result is done; one without continues where it was killed.
@@ -13,15 +15,17 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
 from bench.leaderboard.experiment import Experiment, configured
+from bench.leaderboard.peers import train_peer
 from bench.leaderboard.results import CellResult, PromptResult
-from bench.report import ROOT, commit, processor
+from bench.leaderboard.usage import Trained, Usage, run_measured
+from bench.report import commit, processor
 from pipeline.config import RunConfig, SourceSpec, TreeSection, load, prepare_process
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
@@ -62,9 +66,10 @@ class Bench:
         common: Sequence[str],
         prompts_per_set: int,
         new_tokens: int,
+        peer_python: Path | None = None,
     ) -> None:
         self._base, self._folder, self._common = base, folder, list(common)
-        self._new_tokens = new_tokens
+        self._new_tokens, self._peer_python = new_tokens, peer_python
         self._questions = [
             (path.stem, prompt) for path in evaluation for prompt in _drawn(path, prompts_per_set)
         ]
@@ -79,18 +84,23 @@ class Bench:
         config = configured(self._base, experiment, [*self._common, *fixed])
         if done.is_file():
             result = CellResult.parse(done.read_bytes(), where=str(done), fix=fix)
-            evaluation = self._questions_digest(), TREE, self._new_tokens
-            if _changes(config, cell, "train") or evaluation != (
+            evaluation = self._questions_digest(), TREE, self._new_tokens, experiment.peer
+            changed = experiment.peer is None and _changes(config, cell, "train")
+            if changed or evaluation != (
                 result.questions,
                 result.tree,
                 result.new_tokens,
+                result.peer,
             ):
                 problem = "belongs to another row, data set or evaluation"
                 raise StageConflict(problem, where=str(done), fix=fix)
             return result
         self._link_data(experiment, cell)
-        hours = self._run("train", overrides)
-        result = self._measured(config, experiment, budget, seed, hours)
+        if experiment.peer:
+            trained = train_peer(config, experiment, self._peer_python)
+        else:
+            trained = self._train(config, overrides)
+        result = self._measured(config, experiment, budget, seed, trained)
         partial = done.with_suffix(".partial")
         partial.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
         partial.replace(done)
@@ -124,27 +134,39 @@ class Bench:
             (fresh / "synth").symlink_to(os.path.relpath(same[0] / "synth", fresh))
         return fresh
 
-    def _run(self, stage: Stage, overrides: Sequence[str]) -> float:
-        """A stage as a process of its own, features beside a training that follows; → CPU-hours."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "pipeline.cli", stage, "-c", str(self._base), *overrides]
+    def _train(self, config: RunConfig, overrides: Sequence[str]) -> Trained:
+        usage = self._run("train", overrides)
+        details = read_manifest(config.run.uri, "train").details
+        counts = (int(details[name]) for name in ("data_tokens", "tokens", "parameters"))
+        return Trained(usage, *counts)
+
+    def _run(self, stage: Stage, overrides: Sequence[str]) -> Usage:
+        """A stage as a process of its own, features beside a training that follows."""
         config = load(self._base, overrides)
         if stage == "train" and config.train.follow:
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
             run_side_by_side(config, ("features", stage))
-        elif code := subprocess.run(command, cwd=ROOT).returncode:
-            raise SystemExit(code)  # it has said why
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) / 3600
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+            return Usage(seconds / 3600, None)
+        command = [sys.executable, "-m", "pipeline.cli", stage, "-c", str(self._base), *overrides]
+        return run_measured(command, os.environ)
+
+    def _since(self) -> str:
+        """The minute in which the folder was begun; written once."""
+        path = self._folder / "since"
+        if not path.exists():
+            path.write_text(f"{datetime.now(UTC):%Y-%m-%d %H:%M}", encoding="utf-8")
+        return path.read_text(encoding="utf-8")
 
     def _questions_digest(self) -> str:
         return digest([f"{name}/{prompt.sample_id}" for name, prompt in self._questions])[:16]
 
     def _measured(
-        self, config: RunConfig, experiment: Experiment, budget: int, seed: int, hours: float
+        self, config: RunConfig, experiment: Experiment, budget: int, seed: int, trained: Trained
     ) -> CellResult:
         prepare_process(config.run)
-        manifest = read_manifest(config.run.uri, "train")
-        head, _ = load_head(Path(config.run.uri) / "train" / "head")
+        head, _ = load_head(Path(config.run.uri) / ("head" if experiment.peer else "train/head"))
         target = open_target(config.target)
         template = target.template()
         requests = [
@@ -175,11 +197,14 @@ class Bench:
             row=experiment.name,
             budget=budget,
             seed=seed,
-            data_tokens=int(manifest.details["data_tokens"]),
-            trained_tokens=int(manifest.details["tokens"]),
-            cpu_hours=round(hours, 3),
-            parameters=int(manifest.details["parameters"]),
+            peer=experiment.peer,
+            data_tokens=trained.data_tokens,
+            trained_tokens=trained.trained_tokens,
+            cpu_hours=round(trained.usage.cpu_hours, 3),
+            peak_gb=trained.usage.peak_gb and round(trained.usage.peak_gb, 2),
+            parameters=trained.parameters,
             machine=processor(),
+            since=self._since(),
             commit=commit(),
             questions=self._questions_digest(),
             tree=TREE,

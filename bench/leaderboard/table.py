@@ -78,13 +78,14 @@ def page(rows: Sequence[Row]) -> str:
 def _heading(row: Row) -> str:
     first, tree = row.cells[0], row.cells[0].tree
     decoded = f"{len(first.prompts)} prompts, tree {tree.steps}/{tree.top_k}/{tree.nodes}"
-    return f"**{first.machine}**: {decoded}, at most {first.new_tokens} tokens"
+    data = f", data of {first.since}" if first.since else ""
+    return f"**{first.machine}**{data}: {decoded}, at most {first.new_tokens} tokens"
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown of one group, by budget, the best row first."""
     lines = [
-        "| training data | row | τ | against | seeds | passes | CPU-hours | commit |",
+        "| training data | row | τ | against | seeds | passes | CPU-hours, GB | commit |",
         "|---:|---|---:|---:|---:|---:|---:|---|",
     ]
     for budget in sorted({row.budget for row in rows}):
@@ -98,9 +99,11 @@ def _line(row: Row, rival: Row | None) -> str:
     commits = ", ".join(dict.fromkeys(cell.commit for cell in row.cells))
     passes = sum(cell.trained_tokens / cell.data_tokens for cell in row.cells) / len(row.cells)
     hours = sum(cell.cpu_hours for cell in row.cells) / len(row.cells)
+    peaks = [cell.peak_gb for cell in row.cells if cell.peak_gb is not None]
+    took = f"{hours:.2f}" + (f", {max(peaks):.1f}" if peaks else "")
     tau, against = f"{row.tau():.3f} {_interval(draws_of(row))}", _difference(row, rival)
     cells = f"{row.budget:,}", f"`{row.experiment.name}`", tau, against, f"{len(row.cells)}"
-    return f"| {' | '.join(cells)} | {passes:.1f} | {hours:.2f} | {commits} |"
+    return f"| {' | '.join(cells)} | {passes:.1f} | {took} | {commits} |"
 
 
 def _difference(row: Row, rival: Row | None) -> str:
