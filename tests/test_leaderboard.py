@@ -59,7 +59,9 @@ def test_every_experiment_makes_a_configuration() -> None:
     default = configured(BASE, experiments[0], drawn)
     for experiment in experiments[1:]:
         changed = configured(BASE, experiment, drawn)
-        stages = [(each.synth, each.features, each.train) for each in (changed, default)]
+        stages = [
+            (each.target, each.synth, each.features, each.train) for each in (changed, default)
+        ]
         assert experiment.about.endswith(".")
         assert experiment.peer or stages[0] != stages[1], experiment.name
         assert changed.synth and default.synth

@@ -1,6 +1,6 @@
 """Engine by format of head: whether it loads, takes the decoder's rounds, its τ and its speed.
 
-    python -m tests.engines.table [--engines vLLM,SGLang,llama.cpp] [--json FILE]
+    python -m tests.engines.table [--engines vLLM,SGLang,llama.cpp] [--format TEXT] [--json FILE]
 
 Every row serves a right head twice, in fp32 and in bf16, one request at a time, and holds the
 golden replies against the decoder's report in that type, as `eagle3 check-serving` does. Heads and
@@ -236,9 +236,11 @@ def main() -> None:
     )
     engines = list(Counter(case.engine for case in CASES))
     parser.add_argument("--engines", default=",".join(engines), help=f"of {', '.join(engines)}")
+    parser.add_argument("--format", default="", help="part of a format's name, e.g. 'EAGLE-3, our'")
     parser.add_argument("--json", type=Path, metavar="FILE", help="of rows")
     options = parser.parse_args()
-    chosen = [case for case in CASES if case.engine in options.engines.split(",")]
+    of_engines = [case for case in CASES if case.engine in options.engines.split(",")]
+    chosen = [case for case in of_engines if options.format in case.format]
     file: Path | None = options.json
     rows = [Row(**row) for row in json.loads(file.read_text())] if file and file.exists() else []
     for case in chosen:
