@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -32,21 +33,24 @@ _WHOLE = 1 << 20
 
 
 def train_peer(config: RunConfig, experiment: Experiment, python: Path | None) -> Trained:
-    """Leave the head of `experiment.peer` in the cell's `head`; a part of it is begun again."""
+    """Leave the head of `experiment.peer` in the cell; an interrupted one is begun again."""
     peer, cell = experiment.peer, Path(config.run.uri)
     assert peer is not None
-    if python is None:
-        problem = f"{experiment.name} is trained by {peer.trainer}, which needs an interpreter"
+    if python is None or not python.is_file():
+        problem = f"{experiment.name} is trained by {peer.trainer}: {python} is no interpreter"
         fix = "install bench/peers/requirements.txt, and pass its interpreter with --peer-python"
         raise ConfigError(problem, where="--rows", fix=fix)
     target = open_target(config.target)
     samples, foreign, head = (cell / name for name in ("samples.safetensors", "peer", "head"))
+    for part in (foreign, head):
+        shutil.rmtree(part, ignore_errors=True)
     tokens = write_samples(config, target, samples)
-    settings = peer.model_dump() | {"seed": config.run.seed, "threads": config.run.threads or 1}
+    threads = config.run.threads or len(os.sched_getaffinity(0))
+    settings = peer.model_dump() | {"seed": config.run.seed, "threads": threads}
     command = [str(python), "-m", "bench.peers.train", peer.trainer]
     command += [str(samples.resolve()), str(foreign.resolve()), json.dumps(settings)]
-    threads = {"OMP_NUM_THREADS": str(settings["threads"]), "PYTHONPATH": str(ROOT)}
-    usage = run_measured(command, {**os.environ, **threads})
+    own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    usage = run_measured(command, {**os.environ, **own})
     samples.unlink()
     import_head(str(foreign), target=config.target.source, out=str(head))
     parameters = load_head(head)[0].count_parameters()

@@ -74,6 +74,7 @@ class Bench:
             (path.stem, prompt) for path in evaluation for prompt in _drawn(path, prompts_per_set)
         ]
         self._model: DecoderModel | None = None
+        self._layers: tuple[int, ...] = ()
 
     def result(self, experiment: Experiment, budget: int, seed: int) -> CellResult:
         """Of a cell, computed if it does not exist."""
@@ -178,10 +179,12 @@ class Bench:
             )
             for name, prompt in self._questions
         ]
-        if self._model is None:
+        layers = target.contract.capture_layers
+        if self._model is None or self._layers != layers:
+            self._layers = layers
             self._model = DecoderModel.load(
                 target.directory,
-                target.contract.capture_layers,
+                layers,
                 device=pick_device(config.target.device),
                 dtype=target.dtype,
                 max_length=max(len(request.prompt_ids) for request in requests) + self._new_tokens,
