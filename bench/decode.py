@@ -1,7 +1,7 @@
 """`make bench-decode`: the decoder's speed on this machine, as one JSON line.
 
 CPU   python -m bench.decode [--levels avx2,amx] [--only single,pieces,many,cost] [--quick]
-GPU   python -m bench.decode [--part NAME or 2/4] [--list]
+GPU   python -m bench.decode [--part NAME or 2/4] [--list] [--vllm PYTHON] [--sglang PYTHON]
 both  [--head DIR] [--threads N] [--runs N] [--device cpu|cuda] [--out FOLDER]
 
 On a CPU every level of vector instructions that it has is measured in a process of its own, with
@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,8 @@ from bench.levels import TORCH, bench_levels, measure_at
 from bench.report import publish, rounded
 
 GROUPS = ("single", "pieces", "many", "cost")
+#: Packages that a GPU is shared with in turns, where they are installed.
+RIVALS = ("vllm", "sglang")
 
 
 def _options() -> argparse.Namespace:
@@ -42,7 +46,10 @@ def _options() -> argparse.Namespace:
     option("--levels", type=_names, help=f"of {', '.join(bench_levels())}; default all (CPU)")
     option("--only", type=_names, default=GROUPS, help=f"of {', '.join(GROUPS)} (CPU)")
     option("--quick", action="store_true", help="three runs (CPU)")
-    option("--part", help="one part by its name, or as 2/4; default all (GPU)")
+    option("--part", help="a part, all of a first word, or some as 2/4; default all (GPU)")
+    for package in RIVALS:
+        python = "the interpreter that has it, if not this one (GPU)"
+        option(f"--{package}", metavar="PYTHON", default=sys.executable, help=python)
     option("--list", action="store_true", help="print the parts and end (GPU)")
     option("--out", type=Path, help="folder of the JSON file, default runs/bench")
     option("--here", type=Path, help=argparse.SUPPRESS)  # the child's side of `measure_at`
@@ -51,6 +58,9 @@ def _options() -> argparse.Namespace:
         parser.error(f"--only {', '.join(unknown)}: it takes {', '.join(GROUPS)}")
     if unknown := set(options.levels or ()) - set(bench_levels()):
         parser.error(f"--levels {', '.join(unknown)}: here are {', '.join(bench_levels())}")
+    for package in RIVALS:
+        if shutil.which(python := getattr(options, package)) is None:
+            parser.error(f"--{package} {python}: no such program")
     if options.quick:
         options.runs = min(options.runs, 3)
     return options
@@ -101,9 +111,10 @@ def _gpu(options: argparse.Namespace) -> None:
         return
     device = torch.device("cuda")
     save = partial(publish, "decode_gpu", device=device, folder=options.out, merge=True)
+    interpreters = {package: getattr(options, package) for package in RIVALS}
     for part in decode_gpu.chosen(options.part):
         print(f"\n{part}", flush=True)
-        save(_shown(decode_gpu.measure(part, runs=options.runs)))
+        save(_shown(decode_gpu.measure(part, runs=options.runs, interpreters=interpreters)))
 
 
 def _shown(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

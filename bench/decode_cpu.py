@@ -26,7 +26,7 @@ import torch
 
 from bench.random_target import random_head
 from bench.report import contested
-from bench.rivals import hf_generate, hf_rate, llama_cpp
+from bench.rivals import decoding_rate, hf_generate, llama_cpp
 from pipeline.config import SourceSpec, TargetSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
@@ -148,7 +148,10 @@ def _single(bench: Bench, runs: int) -> dict[str, Any]:
     if rival is not None:
         cases["llama_cpp"] = lambda: rival(prompt, NEW_TOKENS)
     hf: dict[str, Callable[[], float]] = {
-        f"hf_{dtype}": partial(hf_rate, bench.hf[dtype], prompt, NEW_TOKENS) for dtype in HF_TYPES
+        f"hf_{dtype}": partial(
+            decoding_rate, partial(hf_generate, bench.hf[dtype].model), [prompt], NEW_TOKENS
+        )
+        for dtype in HF_TYPES
     }
     rates = contested(hf, cases, runs=runs)
     rates["hf"] = max(rates[name] for name in hf)
@@ -175,7 +178,7 @@ def _many(bench: Bench, runs: int) -> dict[str, Any]:
         return tokens / (time.perf_counter() - started)
 
     def hf(dtype: str) -> float:
-        tokens, seconds = hf_generate(bench.hf[dtype], bench.prompts, NEW_TOKENS)
+        tokens, seconds = hf_generate(bench.hf[dtype].model, bench.prompts, NEW_TOKENS)
         return tokens / seconds
 
     rivals: dict[str, Callable[[], float]] = {

@@ -8,29 +8,50 @@
     context 32k      1, 4            32,768
     ragged           16              one of 32,768 among 256s; a prompt of 16,384 that joins
     products         1               256, with a layer's products fused and without
+    rivals generate  1, 8            256 + 128, in turns with transformers' `generate`
+    rivals vllm      1, 8            the same with vLLM, plain and drafting chains
+    rivals sglang    1, 8            the same with SGLang
 
 Everything but the weights is real: captured rounds, paged memory, tree verification, drafting with
 a head of the usual shape. Speculative figures are simulated in the engine's sense. Long contexts
 are measured by rounds alone, on keys and values that are random too: nothing is prefilled for them.
 A part takes minutes and at most 60 GB, and opens a model of its own, as long as it needs.
+
+A rival has the same configuration; `generate` the same weights too, a server dummy ones. It drafts
+with a chain of the same length and acceptance as ours beside it. Rates are of decoding alone, by
+the same clock on both sides: replies of 128 tokens less replies of one.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from bench.random_target import LLAMA_8B, random_head, random_model
-from bench.report import interleaved, share_of
+from bench.random_target import LLAMA_8B, random_head, random_hf, random_model
+from bench.report import interleaved, median_ratio, medians, share_of, turns
+from bench.rival_servers import (
+    DRAFTS,
+    TAU,
+    DummyModel,
+    DummyServer,
+    DummySglang,
+    DummyVllm,
+    installed,
+    serving,
+    write_configs,
+)
+from bench.rivals import Generate, decoding_rate, hf_generate
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.engine import Engine
@@ -39,7 +60,7 @@ from pipeline.decoder.kv import Pools, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.ops.triton import ops as operations
-from pipeline.decoder.request import Request, pool_acceptance
+from pipeline.decoder.request import Request, Statistics, pool_acceptance
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.cost import (
@@ -53,7 +74,8 @@ from pipeline.tuning.cost import (
     read_bandwidth,
     round_floor_seconds,
 )
-from pipeline.tuning.verification import ImposedAcceptance
+from pipeline.tuning.verification import ImposedAcceptance, pattern_of
+from tests.engines.servers import NoAnswer
 
 CONFIG: dict[str, Any] = LLAMA_8B
 DRAFT_VOCABULARY = 32000
@@ -62,6 +84,11 @@ TREE = TreeSection(top_k=4, steps=5, nodes=16)
 PATTERN = (3, 2, 4, 2, 3)
 PROMPT, NEW_TOKENS = 256, 128
 LONG, JOINING, SHORT, RAGGED_ROWS = 32768, 16384, 256, 16
+#: What servers draft, and we beside them; rows in which rivals are measured, and the most turns.
+CHAIN = TreeSection(top_k=1, steps=DRAFTS, nodes=DRAFTS + 1)
+RIVAL_ROWS, RIVAL_TURNS = (1, 8), 3
+#: Of the memory that is free once our target is loaded, a server's share.
+SERVER_SHARE = 0.6
 #: Rounds in one wall-clock figure: a multiple of the pattern's length.
 ROUNDS = 20
 #: Kernels whose share of a round is reported.
@@ -77,6 +104,7 @@ class Gpu:
     bandwidth: float  # bytes/s
     flops: float
     runs: int
+    interpreters: Mapping[str, str]  # of the rivals that are packages
 
     def roofline(self, rows: int, context: float) -> Roofline:
         return Roofline(self.bandwidth, self.flops, rows=rows, context=round(context))
@@ -89,7 +117,11 @@ class Gpu:
 
 
 def measure(
-    part: str, *, runs: int, device: torch.device | None = None
+    part: str,
+    *,
+    runs: int,
+    interpreters: Mapping[str, str],
+    device: torch.device | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Groups of figures of a part, as they are ready: the machine, then one for each workload."""
     from transformers import LlamaConfig
@@ -110,7 +142,7 @@ def measure(
     capture = 1, layers // 2 - 1, layers - 4
     model = random_model(config, capture, device=device, dtype=dtype, max_length=length)
     head = random_head(config, torch.arange(DRAFT_VOCABULARY)).to(dtype)
-    gpu = Gpu(model, head, bandwidth, flops, runs)
+    gpu = Gpu(model, head, bandwidth, flops, runs, interpreters)
     for name, workload in workloads.items():
         _release(device)
         figures = workload(gpu)
@@ -120,11 +152,11 @@ def measure(
 
 
 def chosen(part: str | None) -> list[str]:
-    """The parts of `--part`: all, one by its name, or some of them as 2/4."""
-    if part is None or part in PARTS:
-        return [part] if part else list(PARTS)
+    """The parts of `--part`: all, those of a name or of its first word, or some as 2/4."""
+    if named := [name for name in PARTS if part in (None, name, name.split()[0])]:
+        return named
     try:
-        return share_of(list(PARTS), part)
+        return share_of(list(PARTS), str(part))
     except ValueError as error:
         raise SystemExit(f"--part {part}: {error}, or is one of {', '.join(PARTS)}") from error
 
@@ -375,6 +407,72 @@ def _kernel_seconds(device: torch.device, replay: Callable[[], object]) -> dict[
     return times
 
 
+def _generate(gpu: Gpu) -> dict[str, Any]:
+    """transformers, whose weights are ours."""
+    import transformers
+
+    hf = random_hf(gpu.model.config, device=gpu.model.device, dtype=gpu.model.dtype)
+    generate = partial(hf_generate, hf)
+    plain = {f"batch_{rows}": _beside(gpu, rows, generate) for rows in RIVAL_ROWS}
+    return {"version": transformers.__version__, "plain": plain}
+
+
+def _served(kind: type[DummyServer], gpu: Gpu) -> dict[str, Any]:
+    """A server, plain and drafting, one after the other. What cannot be measured says why."""
+    python = gpu.interpreters[kind.package]
+    if (version := installed(kind.package, python)) is None:
+        return {"left_out": f"{kind.package} is not installed for {python}"}
+    figures: dict[str, Any] = {"version": version, "drafts": DRAFTS, "tau_imposed": TAU}
+    captured = gpu.model.stack.captured
+    with TemporaryDirectory() as folder:
+        target, head = write_configs(Path(folder), gpu.model.config, gpu.head.shape, captured)
+        for name, drafted in (("plain", None), ("drafting_simulated", head)):
+            entries, share = PROMPT + NEW_TOKENS + HEADROOM, _server_share(gpu.model.device)
+            model = DummyModel(target, drafted, max(RIVAL_ROWS), entries, share)
+            try:
+                with serving(kind, python, model, Path(folder) / f"{name}.log") as server:
+                    beside = partial(_beside, gpu, generate=server.generate, drafting=bool(drafted))
+                    figures[name] = {f"batch_{rows}": beside(rows) for rows in RIVAL_ROWS}
+                    figures[name] |= {"its_tau": server.tau} if drafted else {}
+            except NoAnswer as error:
+                figures[name] = {"left_out": str(error)}
+    return figures
+
+
+def _server_share(device: torch.device) -> float:
+    if device.type != "cuda":
+        return SERVER_SHARE
+    free, total = torch.cuda.mem_get_info(device)
+    return SERVER_SHARE * free / total
+
+
+def _beside(gpu: Gpu, rows: int, generate: Generate, *, drafting: bool = False) -> dict[str, float]:
+    """A rival's rate in turns with that of our engine, in replies to the same prompts."""
+    engine = Engine(
+        gpu.model,
+        drafter=Eagle3Drafter(gpu.head, gpu.model, CHAIN) if drafting else None,
+        slots=rows,
+        buckets=(rows,),
+        verify=ImposedAcceptance(pattern_of(TAU), gpu.model.device) if drafting else None,
+    )
+    prompts = [_request(row, PROMPT).prompt_ids for row in range(rows)]
+    done: list[Statistics] = []
+
+    def ours(prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+        requests = [_request(row, len(each), new_tokens) for row, each in enumerate(prompts)]
+        done[:] = [each.statistics for each in engine.generate(requests)]
+
+    cases = {
+        name: partial(decoding_rate, each, prompts, NEW_TOKENS)
+        for name, each in (("ours", ours), ("its", generate))
+    }
+    measured = turns(cases, runs=min(gpu.runs, RIVAL_TURNS))
+    rates = medians(measured)
+    figures = {f"{name}_tokens_per_second": rate for name, rate in rates.items()}
+    figures["ours_over_it"] = median_ratio(measured, "ours", "its")
+    return figures | ({"our_tau": pool_acceptance(done).tau} if drafting else {})
+
+
 def _prefill(gpu: Gpu, context: int) -> dict[str, float]:
     """A prompt of `context` tokens alone, read by the plain engine."""
     engine = Engine(gpu.model, buckets=(1,))
@@ -452,5 +550,8 @@ PARTS: dict[str, tuple[int, _Workloads]] = {
     "context 16k": _contexts(16384, "16k", (1, 8)),
     "context 32k": _contexts(32768, "32k", (1, 4)),
     "products": (SHORT + ROUNDS * (TREE.steps + 1), {"products": _products}),
+    "rivals generate": (PROMPT + NEW_TOKENS, {"rival_generate": _generate}),
+    "rivals vllm": (PROMPT + NEW_TOKENS, {"rival_vllm": partial(_served, DummyVllm)}),
+    "rivals sglang": (PROMPT + NEW_TOKENS, {"rival_sglang": partial(_served, DummySglang)}),
     "ragged": (LONG + ROUNDS * (TREE.steps + 1), {"ragged": _ragged, "joining": _joining}),
 }

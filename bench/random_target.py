@@ -99,6 +99,22 @@ def random_model(
     )
 
 
+@torch.no_grad()
+def random_hf(config: Any, *, device: torch.device, dtype: torch.dtype, scale: float = 0.02) -> Any:
+    """The same target as `random_model`, as transformers' model: tensors are drawn in one order."""
+    from transformers import AutoModelForCausalLM
+
+    weights = RandomWeights(config, device=device, dtype=dtype, scale=scale)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.model.embed_tokens.weight.copy_(weights.embedding())
+    if "lm_head.weight" in weights:
+        model.lm_head.weight.copy_(weights.lm_head())
+    for index, layer in enumerate(model.model.layers):
+        layer.load_state_dict(weights.layer(index))
+    return model.eval()
+
+
 def random_head(
     config: Any,
     target_ids: Tensor,

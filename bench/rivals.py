@@ -1,4 +1,4 @@
-"""Rivals on a CPU: Hugging Face `generate`, and llama.cpp where it is installed."""
+"""Rivals in this process: Hugging Face `generate`, and llama.cpp where it is installed."""
 
 from __future__ import annotations
 
@@ -11,34 +11,41 @@ from typing import Any
 
 import torch
 
-from pipeline.target.forward import LoadedTarget
+#: Greedy replies to all of some prompts, of so many tokens each.
+Generate = Callable[[Sequence[Sequence[int]], int], object]
 
 
-def hf_rate(hf: LoadedTarget, prompt: Sequence[int], new_tokens: int) -> float:
-    """Tokens/s of `generate` at batch 1, without prefill, which a run of one token times."""
-    _, prefill = hf_generate(hf, [prompt], 1)
-    tokens, whole = hf_generate(hf, [prompt], new_tokens)
-    return (tokens - 1) / (whole - prefill)
+def decoding_rate(generate: Generate, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+    """Tokens/s over all prompts, without prefill, which a run of one token times."""
+    times = [time.perf_counter()]
+    for count in (1, new_tokens):
+        generate(prompts, count)
+        times.append(time.perf_counter())
+    started, prefilled, done = times
+    return len(prompts) * (new_tokens - 1) / (done - prefilled - (prefilled - started))
 
 
 @torch.inference_mode()
 def hf_generate(
-    hf: LoadedTarget,
+    model: Any,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     stop_ids: Sequence[int] = (),
 ) -> tuple[int, float]:
-    """Tokens and seconds of greedy `generate` on left-padded prompts.
+    """Tokens and seconds of a transformers model's greedy `generate` on left-padded prompts.
 
     Every reply has `new_tokens` tokens, or ends at the first of `stop_ids`, which counts.
     """
     length, pad = max(map(len, prompts)), stop_ids[0] if stop_ids else 0
     padded = [([pad] * (length - len(prompt)), list(prompt)) for prompt in prompts]
-    ids = torch.tensor([left + prompt for left, prompt in padded])  # [B, T]
-    mask = torch.tensor([[0] * len(left) + [1] * len(prompt) for left, prompt in padded])
+    rows = [left + prompt for left, prompt in padded]
+    ids = torch.tensor(rows, device=model.device)  # [B, T]
+    mask = torch.tensor(
+        [[0] * len(left) + [1] * len(prompt) for left, prompt in padded], device=model.device
+    )
     limits = {"eos_token_id": list(stop_ids)} if stop_ids else {"min_new_tokens": new_tokens}
     started = time.perf_counter()
-    output = hf.model.generate(
+    output = model.generate(
         ids,
         attention_mask=mask,
         max_new_tokens=new_tokens,
@@ -46,8 +53,8 @@ def hf_generate(
         pad_token_id=pad,
         **limits,
     )
-    seconds = time.perf_counter() - started
     replies = output[:, length:].tolist()
+    seconds = time.perf_counter() - started
     ends = (
         next((at for at, token in enumerate(reply, 1) if token in stop_ids), len(reply))
         for reply in replies

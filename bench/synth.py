@@ -231,7 +231,7 @@ def _hf_rate(
     contexts = sorted((template.start(prompt.turns[0]) for prompt in prompts), key=len)
     for first in range(0, len(contexts), rows):
         batch = contexts[first : first + rows]
-        tokens += hf_generate(hf, batch, limit, template.stop_ids)[0]
+        tokens += hf_generate(hf.model, batch, limit, template.stop_ids)[0]
     return tokens / (time.perf_counter() - started)
 
 

@@ -39,6 +39,10 @@ VLLM_VARIABLES = {
 }
 
 
+class NoAnswer(Exception):
+    """A server has ended, does not answer, or answers something else."""
+
+
 @dataclass(frozen=True)
 class EngineServer:
     """A server that answers."""
@@ -252,17 +256,18 @@ def running(
 def answering(
     alive: Callable[[], bool], server: EngineServer, within: float = _START
 ) -> EngineServer:
-    """The server, once it answers; fails where it ends, or does not within so many seconds."""
+    """The server, once it answers. Raises NoAnswer where it ends, or is silent for so long."""
     until = time.monotonic() + within
     while time.monotonic() < until:
-        assert alive(), f"ended: {_end(server.log)}"
+        if not alive():
+            raise NoAnswer(f"ended: {_end(server.log)}")
         try:
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return server
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise AssertionError(f"does not answer after {within:g} s: {_end(server.log)}")
+    raise NoAnswer(f"does not answer after {within:g} s: {_end(server.log)}")
 
 
 def _end(log: Path) -> str:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from bench import decode_gpu
-from bench.random_target import LLAMA_8B
+from bench.random_target import LLAMA_8B, random_hf, random_model
+from bench.rival_servers import TAU
+from bench.rivals import decoding_rate
 from pipeline.decoder.ops.triton import ops as operations
+from pipeline.tuning.verification import log_probabilities
 
 SMALL = {
     "vocab_size": 512,
@@ -32,8 +40,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(monkeypatch: pytest.MonkeyPatch, length: int, **workloads: Any) -> dict[str, Any]:
     monkeypatch.setitem(decode_gpu.PARTS, "small", (length, workloads))
+    return measure_part("small")
+
+
+def measure_part(part: str, **interpreters: str) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    for group in decode_gpu.measure("small", runs=1, device=torch.device("cpu")):
+    device = torch.device("cpu")
+    for group in decode_gpu.measure(part, runs=1, interpreters=interpreters, device=device):
         figures |= group
     return figures
 
@@ -79,9 +92,62 @@ def test_products_with_and_without_fusion(monkeypatch: pytest.MonkeyPatch) -> No
     assert operations.MOST_FUSED == most > 0
 
 
+def test_generate_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_gpu, "RIVAL_ROWS", (1, 3))
+    rival = measure_part("rivals generate")["rival_generate"]
+    assert rival["version"] and list(rival["plain"]) == ["batch_1", "batch_3"]
+    for each in rival["plain"].values():
+        ratio = each["ours_tokens_per_second"] / each["its_tokens_per_second"]
+        assert each["ours_over_it"] == pytest.approx(ratio)  # of one turn
+
+
+def test_generate_has_the_same_weights() -> None:
+    config = LlamaConfig(**{**LLAMA_8B, **SMALL})
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "scale": 0.2}
+    hf, own = (
+        random_hf(config, **settings),
+        random_model(config, (1, 3, 4), max_length=64, **settings),
+    )
+    prompt, reply = (3, 1, 4, 1, 5), (9, 2, 6)
+    with torch.inference_mode():
+        logits = hf(torch.tensor([[*prompt, *reply[:-1]]])).logits[0, len(prompt) - 1 :]
+    theirs = logits.log_softmax(-1)
+    assert (log_probabilities(own, prompt, reply) - theirs).abs().max() < 1e-3 < theirs.std()
+
+
+def test_rates_leave_prefill_out() -> None:
+    clock = [0.0]
+
+    def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
+        clock[0] += 5 + 0.25 * (new_tokens - 1)
+
+    with patch("time.perf_counter", lambda: clock[0]):
+        assert decoding_rate(generate, [(1,), (2,)], 9) == 2 / 0.25
+
+
+def test_a_rival_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not installed, or installed and ends at once."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\n[ "$1" = -c ] && echo 1.0 && exit\necho "ValueError: no card"; exit 1\n'
+    )
+    python.chmod(0o755)
+    interpreters = {"vllm": sys.executable, "sglang": str(python)}
+    vllm = measure_part("rivals vllm", **interpreters)["rival_vllm"]
+    assert vllm == {"left_out": f"vllm is not installed for {sys.executable}"}
+    sglang = measure_part("rivals sglang", **interpreters)["rival_sglang"]
+    assert sglang["version"] == "1.0" and sglang["tau_imposed"] == TAU
+    for name in ("plain", "drafting_simulated"):
+        assert "no card" in sglang[name]["left_out"]
+
+
 def test_parts_by_name_and_number() -> None:
     parts = list(decode_gpu.PARTS)
     assert decode_gpu.chosen(None) == parts
+    rivals = [f"rivals {name}" for name in ("generate", "vllm", "sglang")]
+    assert decode_gpu.chosen("rivals") == rivals and decode_gpu.chosen(rivals[1]) == rivals[1:2]
     assert decode_gpu.chosen("ragged") == ["ragged"]
     assert decode_gpu.chosen("2/4") == parts[1::4]
     with pytest.raises(SystemExit, match="is one of"):

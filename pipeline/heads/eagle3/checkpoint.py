@@ -68,7 +68,7 @@ def _head_name(name: str) -> str:
 
 def head_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
     """config.json of a head's directory: SGLang's."""
-    return sglang.sglang_config(shape, contract)
+    return sglang.sglang_config(shape, contract.capture_layers)
 
 
 def read_config(

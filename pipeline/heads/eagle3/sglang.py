@@ -26,7 +26,7 @@ from pipeline.heads.fields import (
     shape_fields,
     window_fields,
 )
-from pipeline.records import CAPTURE_CONVENTION, TargetContract
+from pipeline.records import CAPTURE_CONVENTION
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -70,7 +70,7 @@ _EAGLE_RULES = {
 }
 
 
-def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
+def sglang_config(shape: HeadShape, capture_layers: tuple[int, ...]) -> dict[str, Any]:
     """config.json with all fields that SGLang, SpecForge and vLLM read in a head of this dialect.
 
     The layers are written twice. Inside `eagle_config` they are output indices: SGLang adds one to
@@ -91,9 +91,9 @@ def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
         **(window_fields(window, range(layers), layers) if window else {}),
         "draft_vocab_size": shape.draft_vocab_size,
         **{name: value for name in (*SWITCHES, *_SIZES) if (value := getattr(shape, name))},
-        _LAYERS: [layer + 1 for layer in contract.capture_layers],
+        _LAYERS: [layer + 1 for layer in capture_layers],
         "eagle_config": {
-            _LAYERS: list(contract.capture_layers),
+            _LAYERS: list(capture_layers),
             "aux_layer_convention": CAPTURE_CONVENTION,
             "use_aux_hidden_state": True,
         },
