@@ -8,6 +8,7 @@ these tests run in Triton's interpreter, see conftest.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from bench.random_target import random_head, random_model
 from bench.report import ROOT
-from pipeline.config import TreeSection, load
+from pipeline.config import DrafterSection, TreeSection, load
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import default_buckets
 from pipeline.decoder.model import DecoderModel
@@ -26,7 +27,9 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import Float8Rows
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.request import Request
-from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.drafter import Eagle3Drafter, drafter_factory
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.reports import RoundCounters
 from pipeline.tuning.verification import log_probabilities
 from tests.decoder.random_drafters import DRAFTERS, every_drafter, in_float8
 from tests.gpu import cases
@@ -180,6 +183,25 @@ FLOAT8_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def uneven_head() -> Eagle3Head:
+    """Its matrices' rows have different scales in float8; some of its drafts are accepted."""
+    head = random_head(CONFIG, torch.arange(1, 16, 2), intermediate_size=96, scale=6, seed=5)
+    with torch.no_grad():
+        for rows in (each for each in head.parameters() if each.dim() == 2):
+            rows.mul_(1 + torch.arange(len(rows))[:, None] % 3)
+    return head
+
+
+def plant(drafter: Eagle3Drafter, fault: str | None) -> None:
+    """A fault in every matrix of a head that is in float8."""
+    stack = drafter._head.stack.layers[0]
+    packed = (drafter._fc, stack.qkv, stack.output, stack.gate_up, stack.down)
+    for each in (*packed, drafter._head.lm_head):
+        assert isinstance(each, Float8Rows)
+        if fault is not None:
+            each.scales.copy_(FLOAT8_FAULTS[fault](each.scales))
+
+
 @pytest.mark.parametrize(
     ("tree", "slots", "fault"),
     [("chain", 3, None), ("tree", 1, None), *(("tree", 1, fault) for fault in FLOAT8_FAULTS)],
@@ -188,17 +210,9 @@ def test_a_head_in_float8(
     target: DecoderModel, plain: DecoderModel, tree: str, slots: int, fault: str | None
 ) -> None:
     """No token is changed, and drafts are those of a head that was rounded beforehand."""
-    head = random_head(CONFIG, torch.arange(0, 16, 2), intermediate_size=96, scale=6)
-    with torch.no_grad():
-        for rows in (each for each in head.parameters() if each.dim() == 2):
-            rows.mul_(1 + torch.arange(len(rows))[:, None] % 3)  # or all had one scale
+    head = uneven_head()
     drafter = Eagle3Drafter(head, target, TREES[tree], float8=True)
-    stack = drafter._head.stack.layers[0]
-    packed = (drafter._fc, stack.qkv, stack.output, stack.gate_up, stack.down)
-    for each in (*packed, drafter._head.lm_head):
-        assert isinstance(each, Float8Rows)
-        if fault is not None:
-            each.scales.copy_(FLOAT8_FAULTS[fault](each.scales))
+    plant(drafter, fault)
     submitted = requests(slots)
     own, wanted = (
         (drafter, target),
@@ -215,6 +229,36 @@ def test_a_head_in_float8(
     assert len(pairs) == TREES[tree].steps
     same = all(torch.allclose(ours, theirs, atol=1e-4) for ours, theirs in pairs)
     assert same == (fault is None)
+
+
+@pytest.mark.parametrize("fault", [None, "no scales"])
+def test_a_head_in_float8_with_a_tree_for_each_batch(
+    target: DecoderModel, plain: DecoderModel, fault: str | None
+) -> None:
+    """As `tree: auto` has it: as requests end, plain rounds become a level's, and those a tree's.
+    No token is changed, and rounds accept what a head that was rounded beforehand drafts."""
+    trees = {
+        1: TreeSection(top_k=4, steps=3, nodes=8),
+        2: TreeSection(top_k=4, steps=1, nodes=5),
+        3: None,
+    }
+    section = DrafterSection.model_validate({"name": "eagle3", "weights": "fp8"})
+    drafter = drafter_factory(section, head := uneven_head(), target)(trees)
+    assert isinstance(drafter, Eagle3Drafter)
+    plant(drafter, fault)
+    ends = zip(requests(3), (3, 6, 11), strict=True)
+    submitted = [replace(request, max_new_tokens=count) for request, count in ends]
+    counters = list[dict[str, RoundCounters]]()
+    for model, each in ((target, drafter), (plain, Eagle3Drafter(in_float8(head), plain, trees))):
+        engine = Engine(model, drafter=each, slots=3, buckets=list(trees), overlap=True)
+        done = list(engine.generate(submitted))
+        tokens = {each.request_id: each.token_ids for each in done}
+        assert tokens == replies(Engine(plain), submitted)
+        counters.append({each.request_id: each.statistics.counters() for each in done})
+    own, rounded = counters
+    assert [len(rounded[name].proposed) for name in "012"] == [0, 1, 3]
+    assert all(sum(rounded[name].accepted_lengths[1:]) for name in "12")
+    assert (own == rounded) == (fault is None)
 
 
 @pytest.mark.matrix
