@@ -433,10 +433,18 @@ def _served(kind: type[DummyServer], gpu: Gpu) -> dict[str, Any]:
                 with serving(kind, python, model, Path(folder) / f"{name}.log") as server:
                     beside = partial(_beside, gpu, generate=server.generate, drafting=bool(drafted))
                     figures[name] = {f"batch_{rows}": beside(rows) for rows in RIVAL_ROWS}
-                    figures[name] |= {"its_tau": server.tau} if drafted else {}
+                    figures[name] |= {"its_tau": _imposed(server)} if drafted else {}
             except NoAnswer as error:
                 figures[name] = {"left_out": str(error)}
     return figures
+
+
+def _imposed(server: DummyServer) -> float:
+    """τ that a server counted. Raises NoAnswer where it is not what is imposed: an older version
+    may know nothing of that, and would be compared at its own."""
+    if abs(server.tau - TAU) > 0.02:
+        raise NoAnswer(f"{server.package} emitted {server.tau:.2f} tokens a round instead of {TAU}")
+    return server.tau
 
 
 def _server_share(device: torch.device) -> float:
@@ -470,7 +478,10 @@ def _beside(gpu: Gpu, rows: int, generate: Generate, *, drafting: bool = False) 
     rates = medians(measured)
     figures = {f"{name}_tokens_per_second": rate for name, rate in rates.items()}
     figures["ours_over_it"] = median_ratio(measured, "ours", "its")
-    return figures | ({"our_tau": pool_acceptance(done).tau} if drafting else {})
+    if drafting:  # a last round uncut, as servers count it
+        accepted = sum(sum(each.reached[1:]) for each in done)
+        figures["our_tau"] = 1 + accepted / sum(each.rounds for each in done)
+    return figures
 
 
 def _prefill(gpu: Gpu, context: int) -> dict[str, float]:

@@ -31,6 +31,8 @@ DRAFTS = 5
 TAU = 3.0
 #: Seconds until a server must answer: it compiles, and captures its graphs.
 _START_SECONDS = 200.0
+#: The same until it has replied: twice both, plain and drafting, leave a part within ten minutes.
+_REPLY_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class DummyServer(ABC):
         """Tokens a round emitted, as the server counts them."""
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        response = httpx.post(f"{self.url}{path}", json=body, timeout=600)
+        response = httpx.post(f"{self.url}{path}", json=body, timeout=_REPLY_SECONDS)
         return response.raise_for_status().json()
 
     def _check(self, tokens: int, expected: int) -> None:
@@ -103,7 +105,7 @@ class DummyVllm(DummyServer):
     @property
     def tau(self) -> float:
         counted = EngineServer(self.url, Path()).counters()
-        return 1 + counted["num_accepted_tokens"] / counted["num_drafts"]
+        return 1 + counted["num_accepted_tokens"] / max(1, counted["num_drafts"])
 
 
 class DummySglang(DummyServer):
@@ -143,7 +145,7 @@ class DummySglang(DummyServer):
 
     @property
     def tau(self) -> float:
-        return 1 + self._accepted / self._rounds
+        return 1 + self._accepted / max(1, self._rounds)
 
 
 def installed(package: str, python: str) -> str | None:

@@ -68,7 +68,7 @@ def test_sglang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert drafting.pop("its_tau") == TAU
     assert list(plain) == list(drafting) == ["batch_1", "batch_3"]
     for each in drafting.values():
-        assert each["our_tau"] == TAU  # of 90 tokens after the first one
+        assert each["our_tau"] == TAU
     assert all(each["its_tokens_per_second"] > 0 for each in (*plain.values(), *drafting.values()))
 
 

@@ -125,16 +125,38 @@ def test_rates_leave_prefill_out() -> None:
         assert decoding_rate(generate, [(1,), (2,)], 9) == 2 / 0.25
 
 
+@pytest.mark.parametrize("accepted", [2, 1])
+def test_a_server_is_measured_where_it_accepts_what_is_imposed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accepted: int
+) -> None:
+    monkeypatch.setattr(decode_gpu, "RIVAL_ROWS", (1, 3))
+    script = Path(__file__).with_name("stub_sglang.py")
+    python = interpreter(tmp_path, f"exec {sys.executable} {script} {accepted} $*")
+    figures = measure_part("rivals sglang", sglang=python)["rival_sglang"]
+    plain, drafting = figures["plain"], figures["drafting_simulated"]
+    assert list(plain) == ["batch_1", "batch_3"]
+    # At 10 ms a token 300; what the machine does meanwhile makes it more or less.
+    assert 30 < plain["batch_3"]["its_tokens_per_second"] < 1000
+    if accepted == TAU - 1:
+        assert drafting["its_tau"] == drafting["batch_3"]["our_tau"] == TAU
+    else:
+        assert "emitted 2.00 tokens a round instead of 3.0" in drafting["left_out"]
+
+
+def interpreter(folder: Path, line: str) -> str:
+    """What says that it has any package in version 1.0, and runs a line where one is started."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo 1.0 && exit\n{line}\n')
+    python.chmod(0o755)
+    return str(python)
+
+
 def test_a_rival_that_is_not_there_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Not installed, or installed and ends at once."""
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\n[ "$1" = -c ] && echo 1.0 && exit\necho "ValueError: no card"; exit 1\n'
-    )
-    python.chmod(0o755)
-    interpreters = {"vllm": sys.executable, "sglang": str(python)}
+    python = interpreter(tmp_path, 'echo "ValueError: no card"; exit 1')
+    interpreters = {"vllm": sys.executable, "sglang": python}
     vllm = measure_part("rivals vllm", **interpreters)["rival_vllm"]
     assert vllm == {"left_out": f"vllm is not installed for {sys.executable}"}
     sglang = measure_part("rivals sglang", **interpreters)["rival_sglang"]
