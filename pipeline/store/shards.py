@@ -183,15 +183,14 @@ def verify_sizes(location: Location, shards: tuple[Shard, ...]) -> None:
     consumed = read_consumed(location) if absent else set()
     for shard in shards:
         if shard.path in files or shard.name not in consumed:
-            _check_info(location, shard, files.get(shard.path))
+            _check_listed(location, shard, files)
 
 
 def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
     """As `verify_sizes`, and that the store's own checksums are still those of the commits."""
     folder = location.child(SHARDS)
     files = folder.files() if shards else {}
-    for shard in shards:
-        _check_info(location, shard, files.get(shard.path))
+    files |= {shard.path: _check_listed(location, shard, files) for shard in shards}
     with_checksum = [shard for shard in shards if files[shard.path].checksum]
     recorded = [shard for shard in with_checksum if shard.name + ENTRY in files]
     entries = read_entries(folder, [shard.name for shard in recorded])
@@ -282,10 +281,7 @@ def read_committed(
             return entry
 
     def check(name: str, entry: Entry) -> Entry:
-        path = entry.shard.path
-        # A listing may have passed by a file that was committed while it was made.
-        listed = files.get(path) or folder.info_if_there(path)
-        info = _check_info(location, entry.shard, listed)
+        info = _check_listed(location, entry.shard, files)
         if name not in trusted and (not info.checksum or info.checksum != entry.stored):
             verify_shard(location, entry.shard)
         return entry
@@ -349,8 +345,13 @@ def _folder_of(location: Location, shard: Shard) -> Location:
     return folder
 
 
-def _check_info(location: Location, shard: Shard, info: FileInfo | None) -> FileInfo:
-    """`info` of a listing. Raises CorruptShard where the file is missing or has another size."""
+def _check_listed(location: Location, shard: Shard, files: Mapping[str, FileInfo]) -> FileInfo:
+    """What a listing says of the shard's file. One that it lacks is asked for: the listing may be
+    an old one, or have passed by a file that was committed while it was made.
+
+    Raises CorruptShard where the file is missing or has another size.
+    """
+    info = files.get(shard.path) or location.child(SHARDS).info_if_there(shard.path)
     if info is None:
         raise _missing(location, shard)
     check_size(location, shard, info.size)

@@ -174,10 +174,14 @@ def _write_all(location: Location, cuts: Iterable[list[Prompt]]) -> list[PromptS
 
 def _require_files(location: Location, selection: Selection) -> None:
     """Raises StoreError when somebody has removed files while others were written."""
-    sizes = location.child(PROMPTS).sizes()
+    folder = location.child(PROMPTS)
+    sizes = folder.sizes()
     for shard in selection.shards:
-        if sizes.get(shard.file) != shard.bytes:
-            where, fix = location.child(PROMPTS).where(shard.file), "run the same command again"
+        if sizes.get(shard.file) == shard.bytes:
+            continue
+        info = folder.info_if_there(shard.file)  # a listing may be an old one
+        if info is None or info.size != shard.bytes:
+            where, fix = folder.where(shard.file), "run the same command again"
             raise StoreError("was removed while prompts were selected", where=where, fix=fix)
 
 

@@ -270,7 +270,10 @@ class Checkpoints:
             return True
         folder, _, name = name.rpartition("/")
         source = self._store.child(folder) if folder else self._store
-        if source.is_local or source.sizes().get(name) != file[0]:
+        if source.is_local:
+            return False
+        info = source.info_if_there(name)
+        if info is None or info.size != file[0]:
             return False
 
         def fill(opened: BinaryIO) -> None:

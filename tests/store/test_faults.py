@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,16 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
-from pipeline.errors import ConfigError, StoreError, StoreUnavailable
+from pipeline.errors import ConfigError, CorruptShard, StoreError, StoreUnavailable
 from pipeline.records import Manifest
 from pipeline.store.backend import is_transient
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
-from pipeline.store.shards import verify_shard
+from pipeline.store.shards import verify_shard, verify_sizes, verify_stored
 from pipeline.store.stage_run import open_stage
 from tests.gcs_server import GcsServer
 from tests.store.conftest import CONTRACT, make_config
-from tests.store.faulty import CUT, DROP, FLIP, HANG, Fault, FaultyProxy
+from tests.store.faulty import CUT, DROP, FLIP, HANG, LAG, Fault, FaultyProxy
 
 #: aiohttp's advice to gcsfs, whose event loop has nothing else to do.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
@@ -287,3 +288,27 @@ def test_what_does_not_pass_is_not_waited_for() -> None:
     refused = FileNotFoundError(), PermissionError(), ValueError("no")
     for error in (*refused, OSError(28, "no space"), OSError("Forbidden: x")):
         assert not is_transient(error)
+
+
+def test_a_listing_from_before_hides_no_shard(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """Listings are as they were before the first commit; what is really gone is missed."""
+    location = stage_location(f"gs://faulty/{tmp_path.name}", "synth")
+    shards = location.child("shards")
+    assert shards.names() == []
+    manifest = run(location.uri.removesuffix("/synth"))
+    lag = partial(_answer_listings_with, LAG)
+    proxy.fault = lag
+    for verify in (verify_sizes, verify_stored):
+        verify(location, manifest.shards)
+    assert LAG in proxy.injected() and shards.names() == []
+    assert open_stage(make_config(location.uri.removesuffix("/synth")), "synth", None).manifest
+    proxy.fault = lambda method, path: None
+    shards.delete(manifest.shards[2].path)
+    proxy.fault = lag
+    for verify in (verify_sizes, verify_stored):
+        with pytest.raises(CorruptShard, match="missing"):
+            verify(location, manifest.shards)
+
+
+def _answer_listings_with(fault: Fault, method: str, path: str) -> Fault:
+    return fault if "/o?" in path and "prefix=" in path else None
