@@ -14,7 +14,6 @@ A cell with a result is done; one without continues where it was killed.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -24,7 +23,7 @@ from pathlib import Path
 from bench.leaderboard.experiment import Experiment, configured
 from bench.leaderboard.peers import train_peer
 from bench.leaderboard.results import CellResult, PromptResult
-from bench.leaderboard.usage import Trained, Usage, run_measured
+from bench.leaderboard.usage import Trained, Usage, children_usage, run_measured
 from bench.report import commit, processor
 from pipeline.config import RunConfig, SourceSpec, TreeSection, load, prepare_process
 from pipeline.decoder.engine import Engine
@@ -145,11 +144,9 @@ class Bench:
         """A stage as a process of its own, features beside a training that follows."""
         config = load(self._base, overrides)
         if stage == "train" and config.train.follow:
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            before = children_usage()
             run_side_by_side(config, ("features", stage))
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-            return Usage(seconds / 3600, None)
+            return Usage(children_usage().cpu_hours - before.cpu_hours, None)
         command = [sys.executable, "-m", "pipeline.cli", stage, "-c", str(self._base), *overrides]
         return run_measured(command, os.environ)
 
