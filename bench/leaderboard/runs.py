@@ -73,7 +73,6 @@ class Bench:
             (path.stem, prompt) for path in evaluation for prompt in _drawn(path, prompts_per_set)
         ]
         self._model: DecoderModel | None = None
-        self._layers: tuple[int, ...] = ()
 
     def result(self, experiment: Experiment, budget: int, seed: int) -> CellResult:
         """Of a cell, computed if it does not exist."""
@@ -177,8 +176,7 @@ class Bench:
             for name, prompt in self._questions
         ]
         layers = target.contract.capture_layers
-        if self._model is None or self._layers != layers:
-            self._layers = layers
+        if self._model is None or self._model.stack.captured != layers:
             self._model = DecoderModel.load(
                 target.directory,
                 layers,

@@ -19,9 +19,6 @@ from rich.progress import track
 
 from bench.peers.samples import Sample, Samples
 
-#: Trainer → the module whose `HeadTrainer` it is.
-PEERS = {"specforge": "specforge_step", "speculators": "speculators_step"}
-
 
 class PeerTrainer(Protocol):
     """A trainer with its head, made from samples, settings and the number of steps to come."""
@@ -42,7 +39,7 @@ def main() -> None:
         for number in range(settings["passes"])
         for batch in samples.batches(settings["batch_tokens"], seed=settings["seed"] + number)
     ]
-    module = import_module(f"bench.peers.{PEERS[options.trainer]}")
+    module = import_module(f"bench.peers.{options.trainer}_step")
     trainer: PeerTrainer = module.HeadTrainer(samples, settings, len(batches))
     for batch in track(batches, options.trainer):
         trainer.step([samples[index] for index in batch])
@@ -52,7 +49,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="train", description=__doc__, formatter_class=raw)
-    parser.add_argument("trainer", choices=sorted(PEERS))
+    parser.add_argument("trainer", choices=("specforge", "speculators"))
     parser.add_argument("samples", type=Path)
     parser.add_argument("out", type=Path, help="folder of the head")
     parser.add_argument("settings", help="JSON: what experiments/*.yaml have as `peer`, and a seed")

@@ -14,7 +14,7 @@ from pipeline.records import Stage
 from pipeline.store.manifest import find_manifest, read_manifest
 from pipeline.store.verify import verify_run
 from tests.gcs_server import GcsServer
-from tests.store.faulty import CUT, DROP, LAG, Fault, FaultyProxy
+from tests.store.faulty import CUT, DROP, LAG, Fault, FaultyProxy, is_listing
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,10 +50,6 @@ async def _short_sleep(seconds: float) -> None:
 def words(folder: Path, name: str) -> list[str]:
     cache = f"run.cache_dir={folder / 'cache'}"
     return ["-c", str(folder / "run.yaml"), "train.epochs=1", cache, f"run.uri=gs://runs/{name}"]
-
-
-def is_listing(path: str) -> bool:
-    return "/o?" in path and "prefix=" in path
 
 
 def test_a_store_that_fails_now_and_then_gives_the_same_bytes(

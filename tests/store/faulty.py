@@ -24,6 +24,10 @@ _NOT_SENT_ON = ("host", "connection", "accept-encoding")
 _PASSED_BACK = ("content-type", "content-range", "location", "range", "x-goog-hash")
 
 
+def is_listing(path: str) -> bool:
+    return "/o?" in path and "prefix=" in path
+
+
 class FaultyProxy(ThreadingHTTPServer):
     """Passes requests on to `upstream`, unless `fault(method, path)` is one; records them all."""
 

@@ -9,7 +9,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from pipeline.store.shards import verify_shard, verify_sizes, verify_stored
 from pipeline.store.stage_run import open_stage
 from tests.gcs_server import GcsServer
 from tests.store.conftest import CONTRACT, make_config
-from tests.store.faulty import CUT, DROP, FLIP, HANG, LAG, Fault, FaultyProxy
+from tests.store.faulty import CUT, DROP, FLIP, HANG, LAG, Fault, FaultyProxy, is_listing
 
 #: aiohttp's advice to gcsfs, whose event loop has nothing else to do.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
@@ -296,7 +295,10 @@ def test_a_listing_from_before_hides_no_shard(proxy: FaultyProxy, tmp_path: Path
     shards = location.child("shards")
     assert shards.names() == []
     manifest = run(location.uri.removesuffix("/synth"))
-    lag = partial(_answer_listings_with, LAG)
+
+    def lag(method: str, path: str) -> Fault:
+        return LAG if is_listing(path) else None
+
     proxy.fault = lag
     for verify in (verify_sizes, verify_stored):
         verify(location, manifest.shards)
@@ -308,7 +310,3 @@ def test_a_listing_from_before_hides_no_shard(proxy: FaultyProxy, tmp_path: Path
     for verify in (verify_sizes, verify_stored):
         with pytest.raises(CorruptShard, match="missing"):
             verify(location, manifest.shards)
-
-
-def _answer_listings_with(fault: Fault, method: str, path: str) -> Fault:
-    return fault if "/o?" in path and "prefix=" in path else None
