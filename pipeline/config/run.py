@@ -297,6 +297,10 @@ class FeaturesSection(Section):
     supervise: Supervise = "replies"
     """Tokens whose teacher, the final state before them, is stored, and that training learns from:
     those that the target generated, or prompts too."""
+    alternatives: int = Field(0, ge=0, le=16)
+    """Other tokens in place of each whose final state is stored, drawn from the target's own
+    distribution there, that training learns from as well (docs/training.md): each costs a token of
+    the target's forward and a final state more. It needs the target in this process."""
     self_check_tolerance: float = Field(64, ge=0)
     """A sample of each shard is computed again alone; its states may differ by this many steps
     (eps) of the compute type. 0: no check."""
@@ -329,6 +333,11 @@ class FeaturesSection(Section):
             )
         if self.backend == "local" and self.engine != EngineSection():
             raise ValueError("engine is set, but backend is local; set features.backend=vllm")
+        if self.alternatives and (self.backend != "local" or self.parallel == "tensor"):
+            raise ValueError(
+                "alternatives need the target in one process of ours; set alternatives: 0, or "
+                "backend: local and parallel: none (device_map spreads a large target)"
+            )
         return self
 
 

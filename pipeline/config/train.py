@@ -218,6 +218,9 @@ class TrainSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of what the layer reads, normed embedding and hidden state, that is set to zero, drawn
     anew for each step of the unroll: data that is passed over often is less learned by heart."""
+    alternative_weight: float = Field(1.0, ge=0)
+    """Loss weight of alternatives, where the states have some (features.alternatives), over that of
+    a label's first step; 0: they are not trained on. EAGLE-3 heads alone read them."""
     clip_norm: float = Field(0.5, gt=0)
     """Gradient norm limit."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -51,8 +51,11 @@ from pipeline.target.agreement import (
 )
 from pipeline.target.arithmetic import torch_arithmetic
 from pipeline.target.forward import (
+    Alternatives,
+    Draw,
     LoadedTarget,
     capture_alone,
+    capture_alternatives,
     capture_states,
     layers_of,
     noise_gain,
@@ -62,6 +65,9 @@ from pipeline.target.open import Target, open_target
 from pipeline.target.parallel import Group
 from pipeline.target.referee import Referee
 from pipeline.target.template import ChatTemplate
+
+#: Positions whose logits are held at once, for what is drawn of them.
+_DRAWN_TOGETHER = 128
 
 
 class CapturedShard(NamedTuple):
@@ -86,6 +92,11 @@ class StatesSource(Protocol):
     def together(self, documents: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
         """(aux [T, L · H], final [T, H]) of each document; they do not see each other."""
 
+    def with_alternatives(
+        self, documents: Sequence[Sequence[int]], draw: Draw
+    ) -> list[tuple[Tensor, Tensor, Alternatives]]:
+        """Those and the alternatives of each document that are drawn."""
+
     def alone(self, document: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The same of one document, by a way that could not confuse it with another."""
 
@@ -108,6 +119,13 @@ class LocalStates:
         """From one packed forward."""
         return capture_states(self._target, documents)
 
+    def with_alternatives(
+        self, documents: Sequence[Sequence[int]], draw: Draw
+    ) -> list[tuple[Tensor, Tensor, Alternatives]]:
+        """In forwards of as many tokens as the documents have."""
+        tokens = sum(map(len, documents))
+        return capture_alternatives(self._target, documents, draw, together=tokens)
+
     def alone(self, document: Sequence[int]) -> tuple[Tensor, Tensor]:
         """By transformers' own attention and masks."""
         return capture_alone(self._target, document)
@@ -115,6 +133,38 @@ class LocalStates:
     def noise_gain(self, document: Sequence[int], final: Tensor) -> float:
         """Measured."""
         return noise_gain(self._target, document, final)
+
+
+class Drawing(NamedTuple):
+    """Which alternatives there are: what the target itself might have said in a token's place."""
+
+    alternatives: int  # K
+    supervise: Supervise
+    rows: Tensor  # [V, H], whose products with final states, times `scale`, are the logits
+    scale: float
+    seed: int
+
+    def draw(self, sample: Sample, final: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions [S] of the sample's teachers, and K other tokens at each [K, S], drawn from the
+        target's distribution there, final states [T, H], without putting any back.
+
+        A function of seed and sample. The largest of log p plus Gumbel noise are such draws (Kool
+        et al. 2019, arXiv:1903.06059).
+        """
+        positions, device = teacher_positions_of(sample, self.supervise).long(), self.rows.device
+        name = f"{self.seed}/alternatives/{sample.source}/{sample.sample_id}"
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+        generator = torch.Generator(device).manual_seed(number)
+        own = torch.tensor(sample.token_ids)[positions]  # [S]
+        drawn = []
+        for start in range(0, len(positions), _DRAWN_TOGETHER):
+            block = slice(start, start + _DRAWN_TOGETHER)
+            before = final[(positions[block] - 1).clamp(min=0).to(final.device)].to(device)
+            logits = (before @ self.rows.T).float() * self.scale  # [B, V]
+            noise = torch.empty_like(logits).exponential_(generator=generator).log_()
+            logits.sub_(noise).scatter_(1, own[block, None].to(device), -torch.inf)
+            drawn.append(logits.topk(self.alternatives).indices.T.cpu())
+        return positions, torch.cat(drawn, dim=1) if drawn else own.new_empty(self.alternatives, 0)
 
 
 class MatchedTarget(NamedTuple):
@@ -144,6 +194,12 @@ class MatchedTarget(NamedTuple):
             return section.reply_tolerance
         chaotic = gap_steps > CHAOTIC_GAP or self.has_experts
         return MOST_BEYOND_OF_CHAOTIC if chaotic else MOST_BEYOND
+
+    def drawing(self, section: FeaturesSection, seed: int) -> Drawing | None:
+        """Of the section's alternatives, if it has some."""
+        if not section.alternatives:
+            return None
+        return Drawing(section.alternatives, section.supervise, self.rows, self.scale, seed)
 
     def referee(self, shards: int = 1) -> Referee:
         """Of the replies of a stage of so many shards."""
@@ -200,9 +256,11 @@ def capture_shard(
     name: str,
     referee: Referee | None = None,
     scored: bool = False,
+    drawing: Drawing | None = None,
 ) -> CapturedShard:
-    """The states of `samples`, in their order, bf16 on the source's device; and with a `referee`
-    how their replies agree with the target. `scored`: another process of the group has one.
+    """The states of `samples`, in their order, bf16 on the source's device, with the alternatives
+    of a `drawing`; and with a `referee` how their replies agree with the target. `scored`: another
+    process of the group has one.
 
     The first forward of a shard needs the most memory. When there is not enough, its samples and
     those of the shard's other forwards are computed in two halves. Raises OutOfMemory when that
@@ -228,7 +286,7 @@ def capture_shard(
     while waiting:
         documents = {number: samples[number] for number in waiting[0]}
         try:
-            captured = _capture(source, documents, checked, section.self_check_tolerance)
+            captured = _capture(source, documents, checked, section.self_check_tolerance, drawing)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -236,8 +294,8 @@ def capture_shard(
             halved = True
         else:
             waiting.popleft()
-            for number, (aux, final) in captured.items():
-                states[number] = _states_of(samples[number], aux, final, section.supervise)
+            for number, (aux, final, others) in captured.items():
+                states[number] = _states_of(samples[number], aux, final, others, section.supervise)
                 after = torch.tensor(places[number], dtype=torch.int64, device=final.device)
                 before[number] = final[after - 1]
                 if number == checked and (referee or scored):
@@ -272,18 +330,37 @@ def check_replies(
         raise DataError(problem, where=f"{_where(samples[worst])}, the farthest", fix=CAUSES)
 
 
+#: Aux [T, L · H], final [T, H] and what was drawn beside them.
+_Captured = tuple[Tensor, Tensor, Alternatives | None]
+
+
 def _capture(
-    source: StatesSource, documents: dict[int, Sample], checked: int, tolerance: float
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Aux [T, L · H] and final states [T, H] of numbered samples from one forward; number
-    `checked` is compared."""
-    for sample in documents.values():
+    source: StatesSource,
+    documents: dict[int, Sample],
+    checked: int,
+    tolerance: float,
+    drawing: Drawing | None,
+) -> dict[int, _Captured]:
+    """States of numbered samples from one forward, and alternatives; number `checked` is
+    compared."""
+    samples = list(documents.values())
+    for sample in samples:
         _check_ids(sample, source.contract.vocab_size)
-    captured = source.together([sample.token_ids for sample in documents.values()])
-    _check_finite(list(documents.values()), captured)
+    token_ids = [sample.token_ids for sample in samples]
+    captured: list[_Captured]
+    if drawing is None:
+        captured = [(aux, final, None) for aux, final in source.together(token_ids)]
+    else:
+        draw, others = drawing.draw, source.with_alternatives
+        captured = [*others(token_ids, lambda number, final: draw(samples[number], final))]
+    _check_finite(samples, captured)
     numbered = dict(zip(documents, captured, strict=True))
     if checked in documents and tolerance:
-        _check_alone(source, documents[checked], *numbered[checked], tolerance)
+        aux, final, alternatives = numbered[checked]
+        _check_alone(source, documents[checked], aux, final, tolerance)
+        if drawing and alternatives:
+            positions = teacher_positions_of(documents[checked], drawing.supervise)
+            _check_alternative(source, documents[checked], positions, alternatives, tolerance)
     return numbered
 
 
@@ -370,30 +447,81 @@ def _check_alone(
             raise DataError(problem, where=_where(sample), fix=fix)
 
 
-def _check_finite(samples: Sequence[Sample], captured: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """One look at a whole forward; only a bad one is searched."""
-    if bool(torch.stack([torch.isfinite(part).all() for pair in captured for part in pair]).all()):
+def _check_alternative(
+    source: StatesSource,
+    sample: Sample,
+    positions: Tensor,
+    alternatives: Alternatives,
+    tolerance: float,
+) -> None:
+    """Raise DataError when the state of one alternative, the first in the middle of positions [S],
+    is not that of the sample which has it and ends there."""
+    if not len(positions):
         return
-    for sample, pair in zip(samples, captured, strict=True):
-        for name, states in zip(("aux states", "final states"), pair, strict=True):
+    middle = len(positions) // 2
+    at, token = int(positions[middle]), int(alternatives.token_ids[0, middle])
+    state = alternatives.final_states[0, middle].float()
+    reference = source.alone([*sample.token_ids[:at], token])[1][-1].float()
+    allowed = tolerance * torch.finfo(alternatives.final_states.dtype).eps
+    difference = float((state - reference).norm() / reference.norm().clamp_min(1e-30))
+    if not difference <= allowed:
+        problem = f"the final state of token {token} at position {at} differs by {difference:.3g} "
+        problem += f"from that of the sample which has it there, where {allowed:.3g} is allowed"
+        fix = "set features.alternatives=0, and report the target"
+        raise DataError(problem, where=_where(sample), fix=fix)
+
+
+def _check_finite(samples: Sequence[Sample], captured: Sequence[_Captured]) -> None:
+    """One look at a whole forward; only a bad one is searched."""
+    named = [
+        {
+            "aux states": aux,
+            "final states": final,
+            **({"alternatives": others.final_states} if others else {}),
+        }
+        for aux, final, others in captured
+    ]
+    if bool(
+        torch.stack([torch.isfinite(each).all() for own in named for each in own.values()]).all()
+    ):
+        return
+    for sample, own in zip(samples, named, strict=True):
+        for name, states in own.items():
             if not torch.isfinite(states).all():
                 problem = f"the target's {name} hold NaN or infinity"
                 fix = "check the target's weights, or try target.dtype=float32"
                 raise DataError(problem, where=_where(sample), fix=fix)
 
 
-def _states_of(sample: Sample, aux: Tensor, final: Tensor, supervise: Supervise) -> StatesSample:
-    """aux [T, L · H] whole, final [T, H] where it teaches; both bf16."""
+def teacher_positions_of(sample: Sample, supervise: Supervise) -> Tensor:
+    """Positions of the final states that are stored of it, int32 [S]."""
     mask = supervised_mask(sample)
-    positions = teacher_positions(mask, len(mask) - 1 if supervise == "all" else None)
+    return teacher_positions(mask, len(mask) - 1 if supervise == "all" else None)
+
+
+def _states_of(
+    sample: Sample,
+    aux: Tensor,
+    final: Tensor,
+    alternatives: Alternatives | None,
+    supervise: Supervise,
+) -> StatesSample:
+    """aux [T, L · H] whole, final [T, H] and alternatives where they teach; all bf16."""
+    positions = teacher_positions_of(sample, supervise)
+    ids, states = None, None
+    if alternatives:
+        ids = alternatives.token_ids.T.to("cpu", torch.int32).contiguous()  # [S, K]
+        states = alternatives.final_states.transpose(0, 1).flatten(1).to(torch.bfloat16)
     return StatesSample(
         sample_id=sample.sample_id,
         source=sample.source,
         token_ids=torch.tensor(sample.token_ids, dtype=torch.int32),
-        supervised_mask=mask,
+        supervised_mask=supervised_mask(sample),
         aux_states=aux.to(torch.bfloat16),
         final_states=final[positions.to(final.device)].to(torch.bfloat16),
         final_positions=positions,
+        alternative_ids=ids,
+        alternative_states=states,
     )
 
 

@@ -58,6 +58,8 @@ from pipeline.features.plan import layers_in_vllm, speculative_config, transfer_
 from pipeline.records import Arithmetic
 from pipeline.target.architecture import decoder_of, model_class
 from pipeline.target.forward import (
+    Alternatives,
+    Draw,
     LoadedTarget,
     layer_outputs,
     layers_of,
@@ -142,6 +144,12 @@ class EngineStates:
             self._compare(documents[number], *captured[number])
             self._compared = True
         return captured
+
+    def with_alternatives(
+        self, documents: Sequence[Sequence[int]], draw: Draw
+    ) -> list[tuple[Tensor, Tensor, Alternatives]]:
+        """An engine computes what it is sent: `features.alternatives` is refused with it."""
+        raise NotImplementedError
 
     def alone(self, document: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A request while there is no other one of ours."""

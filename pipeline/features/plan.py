@@ -51,7 +51,8 @@ class _Samples(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """What is stored: bytes a token, bytes more for a supervised one, and bytes of all shards."""
+    """What is stored: bytes a token, bytes more for a supervised one with its alternatives, and
+    bytes of all shards."""
 
     token: float
     teacher: int
@@ -189,13 +190,15 @@ def _size(config: RunConfig, hidden: int, vocabulary: int, samples: _Samples) ->
     encoding = config.features.encoding
     row = 2 * hidden if encoding == "bf16" else hidden + 1  # of one layer
     layers = aux_layers(config)
-    token = layers * row + (2 if vocabulary <= 1 << 16 else 4) + 1 / 8
+    token_id = 2 if vocabulary <= 1 << 16 else 4
+    token = layers * row + token_id + 1 / 8
+    teacher = row + config.features.alternatives * (row + token_id)
     shard = _HEADER_BYTES + (2 * (layers + 1) * hidden if encoding == "int8" else 0)
-    states = samples.tokens * token + _teachers(config, samples) * row
+    states = samples.tokens * token + _teachers(config, samples) * teacher
     shards = expected_shards(config, samples.shards)
     total = round(states + samples.rows * _SAMPLE_BYTES + shards * shard)
     keep = min(shards, config.features.keep_shards or shards)
-    return _Size(token, row, total, shards, round(total * keep / max(1, shards)))
+    return _Size(token, teacher, total, shards, round(total * keep / max(1, shards)))
 
 
 def _teachers(config: RunConfig, samples: _Samples) -> int:
@@ -208,7 +211,8 @@ def _memory(config: RunConfig, target: TargetShape, samples: _Samples) -> dict[s
     """Of a process that holds the whole target; states are bf16, whatever is stored."""
     section = config.features
     width = 4 if target_dtype(config.target) == "float32" else 2
-    shard = min(samples.tokens, section.shard_tokens) * 2 * (aux_layers(config) + 1)
+    rows = aux_layers(config) + 1 + section.alternatives
+    shard = min(samples.tokens, section.shard_tokens) * 2 * rows
     shard *= target.hidden
     forward = min(samples.tokens, section.forward_tokens(planned_device(config.target.device)))
     forward *= target.hidden * width * _ACTIVATIONS

@@ -67,6 +67,7 @@ class ShardCapture:
         matched = load_matching_target(config, group.broadcast(contract), group)
         shards = len(parts_of(parent.shards, self._section.shard_tokens))
         self._matched, self._referee = matched, matched.referee(shards)
+        self._drawing = matched.drawing(self._section, config.run.seed)
         self._rendering = Rendering(matched.target.template(), parent)
         arithmetic = matched.source.arithmetic
         if group.size > 1:  # the sums of a layer depend on how many processes share it
@@ -84,7 +85,9 @@ class ShardCapture:
         rendered = self._rendering.check(usable)
         self._group.broadcast((name, usable))
         arguments = self._matched.source, usable, self._section, self._advance
-        captured = capture_shard(*arguments, name=name, referee=self._referee)
+        captured = capture_shard(
+            *arguments, name=name, referee=self._referee, drawing=self._drawing
+        )
         most_beyond = self._matched.most_beyond(self._section, captured.gap_steps)
         check_replies(usable, captured.agreements, most_beyond)
         rejected = {UNSUPERVISED: len(samples) - len(usable)}

@@ -13,6 +13,9 @@ label outside it gives no loss then: there the restricted softmax would spread t
 that the head cannot propose over tokens that were not chosen. In every accuracy it counts as a
 miss.
 
+Where the states have alternatives, a label gives one loss more: step 0 reads another token in place
+of the one before the label, and its teacher is what the target says after that one.
+
 Shapes: N tokens, S labels, L labels that give loss, K steps, H hidden size, V target and Vd draft
 vocabulary.
 """
@@ -103,8 +106,27 @@ class UnrolledModel(TrainedModel[Kind]):
         states = head.normed_output(gather_predictions(unrolled, labels))  # [K, L, H]
         weights = (decay ** k.to(exact))[:, None] * own / divisor
         value, hits = self.compare(states, teacher_states, batch.token_ids[labels], weights, own)
+        if beside := unrolled.beside:
+            value = value + self._compare_beside(head, beside, divisor)
         coarse_rows = count_coarse_rows(batch.trained(batch.aux_states), self.head.shape.aux_layers)
         return StepResult(value, hits, predicted.sum(1), coarse_rows)
+
+    def _compare_beside(self, head: Kind, beside: Beside, divisor: float) -> Tensor:
+        """The loss of alternatives."""
+        states = head.normed_output(beside.output)[None]  # [1, B, H]
+        exact = torch.promote_types(states.dtype, torch.float32)
+        weights = states.new_full(states.shape[:2], beside.weight / divisor, dtype=exact)
+        every = torch.ones_like(weights, dtype=torch.bool)
+        return self.compare(states, beside.teacher_states, beside.token_ids, weights, every)[0]
+
+
+class Beside(NamedTuple):
+    """Step 0 of B rows that read another token than their document's next."""
+
+    output: Tensor  # [B, H]
+    teacher_states: Tensor  # [B, H]
+    token_ids: Tensor  # int64 [B], what was read
+    weight: float  # of its loss over that of a label's step 0
 
 
 class Unroll(NamedTuple):
@@ -113,6 +135,7 @@ class Unroll(NamedTuple):
     outputs: tuple[Tensor, ...]  # of each step [A, H]
     rows: Tensor  # int64 [A], flat positions that they were computed for
     row_of: Tensor  # int64 [N], index of a flat position in `rows`; 0 when it is not in there
+    beside: Beside | None = None
 
 
 def rows_by_position(batch: TrainBatch, rows: Tensor) -> Tensor:

@@ -15,6 +15,14 @@ drafted by the head itself. A mask over all steps would have (1+k)·T columns of
 so the scores are those against step 0 and k single columns beside them, under one softmax.
 Documents never attend to each other.
 
+Step 0 of a row that reads another token than its document's next one, `instead`: key and value are
+the row's own, and of step 0 it attends to what is before its position.
+
+    query (3,0) instead                 position 0    ●        │ own
+                                                 1    ●        │
+                                                 2    ●        │
+                                                 3             │  ●
+
 `blocked.py` takes the queries in blocks of rows; on CUDA torch's FlexAttention replaces it
 (`flex.py`). With a draft window a row and its chain see the sinks and the window of the row's own
 position alone (`hidden_positions`). A sliding window of W is another one: a query at position p
@@ -62,15 +70,19 @@ class UnrolledAttention:
         rotary: RotaryTable,
         window: int = 0,
         sliding: int = 0,
+        *,
+        instead: bool = False,
     ) -> None:
-        """rows [A] ascending flat positions; rotary covers the longest document plus the steps;
-        window is the head's `draft_window`, sliding its `sliding_window`, longer than the unroll.
+        """rows [A] ascending flat positions, of `instead` none at the start of a document; rotary
+        covers the longest document plus the steps; window is the head's `draft_window`, sliding its
+        `sliding_window`, longer than the unroll.
         """
         device, self.rows, self._rotary = rows.device, rows, rotary
         # [N] position in its document
         every = torch.cat([torch.arange(length, device=device) for length in lengths])
         self._positions = every, every[rows]  # of step 0's keys, and of all else
         self._lengths, self._window, self._sliding = lengths, window, sliding
+        self._instead = int(instead)
         self._kernel = self._kernel_of(0)
         self._moved: dict[int, Kernel] = {}  # of later steps, with which a sliding window moves on
 
@@ -80,9 +92,9 @@ class UnrolledAttention:
         """Step k: → attention output [A, Q, d], and its keys and values for later steps.
 
         query [A, Q, d], key and value [A, G, d], at step 0 [N, G, d], before rotary embedding; past
-        holds steps 0…k-1.
+        holds steps 0…k-1, and step 0 of the documents where a row's own is `instead`.
         """
-        assert len(past) == k, "a step attends to every step before it"
+        assert len(past) == k + self._instead, "a step attends to every step before it"
         every, of_rows = self._positions
         turns = self._rotary.at(of_rows + k)
         query = rotate(query, *turns) * query.shape[-1] ** -0.5
@@ -103,8 +115,8 @@ class UnrolledAttention:
         _, positions = self._positions
         hidden = hidden_positions(positions + 1, self._window) if self._window else None
         lowest = (positions + (k + 1 - self._sliding)).clamp(min=0) if self._sliding else None
-        seen = Seen(hidden, lowest)
-        return _kernel(self._lengths, self.rows, positions, seen, self._rotary.cos)
+        seen, rows, at = Seen(hidden, lowest), self.rows - self._instead, positions - self._instead
+        return _kernel(self._lengths, rows, at, seen, self._rotary.cos)
 
 
 def _kernel(

@@ -31,9 +31,10 @@ import random
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, islice
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -216,6 +217,8 @@ class TrainBatch:
     labels: Tensor  # int64 [S], flat position j of each predicted token
     depths: Tensor  # int64 [S], position of the same token inside its document
     teacher_states: Tensor  # [S, H], the target's final state at j-1
+    alternative_ids: Tensor | None = None  # int64 [S, K], other tokens at j-1
+    alternative_states: Tensor | None = None  # [S, K · H], the target's final state of each
     codecs: tuple[CodecSpan, ...] = ()  # empty: states are plain numbers
     pasts: tuple[int, ...] = ()  # tokens of each document before those trained on; empty: none
     number: int = 0  # in the schedule, over all epochs: what is drawn for the batch is drawn by it
@@ -245,69 +248,72 @@ class TrainBatch:
 
     def pinned(self) -> TrainBatch:
         """The same batch in memory that a GPU copies from by itself, while both go on working."""
-        tensors: dict[str, Any] = {
-            name: value.pin_memory() for name, value in vars(self).items() if torch.is_tensor(value)
-        }
-        return replace(self, **tensors)
+        return self._mapped(Tensor.pin_memory)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TrainBatch:
         """The same batch on `device`, states decoded there, in `dtype`."""
-        aux, teachers, token_ids, labels, depths = (
-            tensor.to(device, non_blocking=True)
-            for tensor in (
-                self.aux_states,
-                self.teacher_states,
-                self.token_ids,
-                self.labels,
-                self.depths,
-            )
-        )
+        there = self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+        aux, teachers, others = there.aux_states, there.teacher_states, there.alternative_states
         if self.codecs:
-            aux, teachers = self._decode(aux, teachers)
+            aux, teachers, others = there._decode()
         return replace(
-            self,
-            token_ids=token_ids,
+            there,
             aux_states=aux.to(dtype),
-            labels=labels,
-            depths=depths,
             teacher_states=teachers.to(dtype),
+            alternative_states=None if others is None else others.to(dtype),
             codecs=(),
         )
 
-    def _decode(self, aux: Tensor, teachers: Tensor) -> tuple[Tensor, Tensor]:
-        """States of rows as stored, each span with its codec."""
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
+        """The same batch with every tensor changed."""
+        tensors: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if torch.is_tensor(value)
+        }
+        return replace(self, **tensors)
+
+    def _decode(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """States of rows as stored, each span with its codec: aux, the teacher's, alternatives."""
         codecs, tokens, labels = zip(*self.codecs, strict=True)
-        aux_spans = map(Codec.decode_aux, codecs, aux.split_with_sizes(tokens))
-        teacher_spans = map(Codec.decode_final, codecs, teachers.split_with_sizes(labels))
-        return _joined(list(aux_spans)), _joined(list(teacher_spans))
+        aux = map(Codec.decode_aux, codecs, self.aux_states.split_with_sizes(tokens))
+        teachers = map(Codec.decode_final, codecs, self.teacher_states.split_with_sizes(labels))
+        others, ids = self.alternative_states, self.alternative_ids
+        if others is not None and ids is not None:
+            decode = partial(Codec.decode_alternatives, count=ids.shape[1])
+            others = _joined(list(map(decode, codecs, others.split_with_sizes(labels))))
+        return _joined(list(aux)), _joined(list(teachers)), others
 
 
 def read_batch(corpus: Corpus, pieces: Sequence[Piece]) -> TrainBatch:
-    """Read the states of `pieces` straight into the batch: two stacks of rows, each allocated once.
+    """Read the states of `pieces` straight into the batch: stacks of rows, each allocated once.
 
     aux    ▓▓▓▓▓▓▓▓▓▓░░░░░········  N rows       ▓ read    ░ being read, into the rows it is given
-    final  ▓▓▓▓▓▓░░░··············  S of N rows
+    final  ▓▓▓▓▓▓░░░··············  S of N rows, and likewise alternatives
     """
-    rows = sum(piece.stop for piece in pieces), sum(piece.length for piece in pieces)
-    aux, final = corpus.new_rows(pieces[0], *rows)
+    sizes = sum(piece.stop for piece in pieces), sum(piece.length for piece in pieces)
+    rows = corpus.new_rows(pieces[0], *sizes)
     parts: list[StatesSample] = []
     labels, depths = list[Tensor](), list[Tensor]()
     tokens = finals = 0
     for piece in pieces:
-        part = corpus.read(piece, aux[tokens : tokens + piece.stop], final[finals:])
+        own = rows.part(slice(tokens, tokens + piece.stop), slice(finals, None))
+        part = corpus.read(piece, own)
         depth = part.final_positions.long() + 1
         parts.append(part)
         labels.append(depth + tokens)
         depths.append(depth)
         tokens, finals = tokens + piece.stop, finals + len(part.final_states)
+    everything = rows.part(slice(None), slice(0, finals))
+    ids = [part.alternative_ids for part in parts if part.alternative_ids is not None]
     return TrainBatch(
         sample_ids=tuple(part.sample_id for part in parts),
         lengths=tuple(piece.stop for piece in pieces),
         token_ids=torch.cat([part.token_ids for part in parts]).long(),
-        aux_states=aux,
+        aux_states=everything.aux,
         labels=torch.cat(labels),
         depths=torch.cat(depths),
-        teacher_states=final[:finals],
+        teacher_states=everything.final,
+        alternative_ids=torch.cat(ids).long() if ids else None,
+        alternative_states=everything.alternatives,
         codecs=_codec_spans(parts),
         pasts=tuple(piece.start for piece in pieces),
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, CorruptShard
-from pipeline.store.states import StatesSample, as_bytes
+from pipeline.store.states import StatesRows, StatesSample, as_bytes
 
 #: The first two tokens of a document cannot be predicted: position 0 at step 0 predicts token 2.
 FIRST_LABEL = 2
@@ -70,11 +70,11 @@ class Corpus(Protocol):
     def prefetch(self, shard: int) -> None: ...  # it will be asked for soon
     def announce(self, piece: Piece) -> None: ...  # likewise; returns at once
 
-    def new_rows(self, piece: Piece, tokens: int, finals: int) -> tuple[Tensor, Tensor]:
-        """Memory for aux states of `tokens` tokens and for final states, in rows like `piece`'s."""
+    def new_rows(self, piece: Piece, tokens: int, finals: int) -> StatesRows:
+        """Memory for the states of `tokens` tokens and final ones, in rows like `piece`'s."""
         ...
 
-    def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+    def read(self, piece: Piece, rows: StatesRows) -> StatesSample:
         """The piece with its past (see `cut_into`), in the first of the given rows.
 
         Raises CorruptShard for bytes that are not those that were written.
@@ -240,20 +240,25 @@ def final_rows(positions: Tensor, start: int, stop: int) -> slice:
     return slice(int(first), int(last))
 
 
-def cut_into(whole: StatesSample, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+def cut_into(whole: StatesSample, piece: Piece, rows: StatesRows) -> StatesSample:
     """A piece of `whole` with its past, its states copied to the first of the given rows.
 
     Of the final states only those that teach a label of the piece are kept (see `final_rows`).
     """
     tokens = slice(0, piece.stop)
     finals = final_rows(whole.final_positions, piece.start, piece.stop)
+    ids, others = whole.alternative_ids, whole.alternative_states
+    if others is not None and rows.alternatives is not None:
+        others = _copy(others[finals], rows.alternatives)
     return replace(
         whole,
         token_ids=whole.token_ids[tokens],
         supervised_mask=whole.supervised_mask[tokens],
-        aux_states=_copy(whole.aux_states[tokens], aux),
-        final_states=_copy(whole.final_states[finals], final),
+        aux_states=_copy(whole.aux_states[tokens], rows.aux),
+        final_states=_copy(whole.final_states[finals], rows.final),
         final_positions=whole.final_positions[finals],
+        alternative_ids=None if ids is None else ids[finals],
+        alternative_states=others,
     )
 
 

@@ -1,7 +1,7 @@
 """How states become bytes, and how they come back.
 
 A row is one token's states of L layers, each H wide: one for each aux layer in aux states, 3 for
-most heads; L = 1 in final states.
+most heads; L = 1 in final states, one for each alternative in those of alternatives.
 
     bf16   2·L·H bytes   the values
     fp8      L·H + L     the values as e4m3, then one scale code a layer
@@ -81,6 +81,10 @@ class Codec:
         """bf16 [S, H] → rows. Raises OutOfRange."""
         return self._encode(states, 1, self._channels(slice(-1, None), states))
 
+    def encode_alternatives(self, states: Tensor, count: int) -> Tensor:
+        """bf16 [S, K · H], each a final state → rows; `count` is K. Raises OutOfRange."""
+        return self._encode(states, count, self._channels(slice(-1, None), states))
+
     def decode_aux(self, rows: Tensor) -> Tensor:
         """Rows → bf16 [T, L · H], on the rows' device."""
         return self._decode(rows, self.aux_layers, self._channels(slice(None, -1), rows))
@@ -88,6 +92,10 @@ class Codec:
     def decode_final(self, rows: Tensor) -> Tensor:
         """Rows → bf16 [S, H], on the rows' device."""
         return self._decode(rows, 1, self._channels(slice(-1, None), rows))
+
+    def decode_alternatives(self, rows: Tensor, count: int) -> Tensor:
+        """Rows → bf16 [S, K · H], on the rows' device."""
+        return self._decode(rows, count, self._channels(slice(-1, None), rows))
 
     def _encode(self, states: Tensor, layers: int, channels: Tensor | None) -> Tensor:
         hidden = states.shape[1] // layers

@@ -10,6 +10,8 @@ n samples, T tokens of all samples, S stored final states, H the target's hidden
     aux_states      rows of L layers  [T, …]
     final_states    rows of 1 layer   [S, …]
     supervised_mask uint8 [⌈T/8⌉]     one bit a token, the first one highest
+    alternative_ids int32 [S, K]      uint16 as above; with `features.alternatives` only
+    alternative_states rows of K      [S, …], likewise
 
 The final state at position p is the teacher for token p+1, so a sample stores those at j-1 for each
 supervised token j, or with `features.supervise: all` for every token:
@@ -18,6 +20,8 @@ supervised token j, or with `features.supervise: all` for every token:
     supervised_mask  0  0  0  1  1  1
     final state            ●  ●  ●         positions 2, 3, 4
     with `all`       ●  ●  ●  ●  ●         positions 0 … 4
+
+The alternatives at position p are other tokens in place of its own, and the final state of each.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +58,7 @@ __all__ = [
     "Codec",
     "Encoding",
     "StatesReader",
+    "StatesRows",
     "StatesSample",
     "encode_states",
     "teacher_positions",
@@ -63,6 +69,8 @@ __all__ = [
 METADATA = "eagle3"
 #: The tensor that holds the supervised mask.
 MASK = "supervised_mask"
+#: Both or neither are there.
+ALTERNATIVES = ("alternative_ids", "alternative_states")
 TYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -95,14 +103,38 @@ class StatesSample:
     final_states: Tensor  # [S, H], after the target's last norm
     final_positions: Tensor  # int32 [S], ascending: the position of each final state
     codec: Codec | None = None
+    alternative_ids: Tensor | None = None  # int32 [S, K], in place of the token at that position
+    alternative_states: Tensor | None = None  # [S, K · H], the final state of each
 
     def decode(self) -> StatesSample:
         """The same sample with bf16 states."""
         if self.codec is None:
             return self
-        aux_states = self.codec.decode_aux(self.aux_states)
-        final_states = self.codec.decode_final(self.final_states)
-        return replace(self, aux_states=aux_states, final_states=final_states, codec=None)
+        others, ids = self.alternative_states, self.alternative_ids
+        if others is not None and ids is not None:
+            others = self.codec.decode_alternatives(others, ids.shape[1])
+        return replace(
+            self,
+            aux_states=self.codec.decode_aux(self.aux_states),
+            final_states=self.codec.decode_final(self.final_states),
+            alternative_states=others,
+            codec=None,
+        )
+
+
+class StatesRows(NamedTuple):
+    """Memory for states as they are stored."""
+
+    aux: Tensor  # [T, …]
+    final: Tensor  # [S, …]
+    alternatives: Tensor | None  # [S, …], where there are some
+
+    def part(self, tokens: slice, finals: slice) -> StatesRows:
+        """Of some tokens, and of some final states."""
+        others = self.alternatives
+        return StatesRows(
+            self.aux[tokens], self.final[finals], None if others is None else others[finals]
+        )
 
 
 def teacher_positions(supervised_mask: Tensor, finals: int | None = None) -> Tensor:
@@ -116,7 +148,8 @@ def teacher_positions(supervised_mask: Tensor, finals: int | None = None) -> Ten
 
 
 def sample_checksum(sample: StatesSample, channels_checksum: int) -> int:
-    """CRC-32 over id, source, ids as int32, mask as a byte each, and both kinds of rows as stored.
+    """CRC-32 over id, source, ids as int32, mask as a byte each, rows as stored, and what there is
+    of alternatives, ids as int32 first.
 
     It continues from the CRC-32 of the shard's channel scales, 0 without any.
     """
@@ -127,6 +160,8 @@ def sample_checksum(sample: StatesSample, channels_checksum: int) -> int:
         sample.supervised_mask,
         sample.aux_states,
         sample.final_states,
+        sample.alternative_ids,
+        sample.alternative_states,
     ):
         checksum = crc32(tensor, checksum)
     return checksum
@@ -250,6 +285,8 @@ def _check_names(tensors: dict[str, StoredTensor], encoding: Encoding) -> None:
     }
     if encoding == "int8":
         expected["channel_scales"] = ("BF16",)
+    if any(name in tensors for name in ALTERNATIVES):
+        expected |= {"alternative_ids": ("I32", "U16"), "alternative_states": rows}
     if sorted(tensors) != sorted(expected):
         stored, known = ", ".join(sorted(tensors)), ", ".join(sorted(expected))
         raise BrokenLayout(f"holds tensors {stored} instead of {known}")
@@ -275,7 +312,8 @@ def _check_shapes(tensors: dict[str, StoredTensor], encoding: Encoding, count: i
         finals, ids = list(shapes["final_states"]), list(shapes["token_ids"])
         raise BrokenLayout(f"final_states has shape {finals} and token_ids {ids}")
     tokens, hidden = shapes["token_ids"][0], _hidden_size(tensors, encoding)
-    layers = _aux_layers(tensors)
+    stored, layers = shapes["final_states"][0], _aux_layers(tensors)
+    others = (shapes.get("alternative_ids", ())[1:] or (1,))[0]  # K
     expected = {
         "token_offsets": (count + 1,),
         "final_offsets": (count + 1,),
@@ -283,6 +321,8 @@ def _check_shapes(tensors: dict[str, StoredTensor], encoding: Encoding, count: i
         "aux_states": (tokens, row_width(encoding, hidden, layers)),
         MASK: (-(-tokens // 8),),
         "channel_scales": (layers + 1, hidden),
+        "alternative_ids": (stored, others),
+        "alternative_states": (stored, row_width(encoding, hidden, others)),
     }
     for name, shape in expected.items():
         if name in shapes and shapes[name] != shape:
@@ -322,6 +362,9 @@ class StatesReader:
         self._checksums: list[int] = self._whole("checksums").tolist()
         self._token_offsets = self._read_offsets("token_offsets", self._layout.tokens)
         self._final_offsets = self._read_offsets("final_offsets", self._layout.finals)
+        has_alternatives = "alternative_ids" in self._layout.tensors
+        others = self._whole("alternative_ids") if has_alternatives else None
+        self._alternative_ids = None if others is None else others.to(torch.int32)
         has_channels = "channel_scales" in self._layout.tensors
         channels = self._whole("channel_scales") if has_channels else None
         self._channels_checksum = crc32(channels)
@@ -355,26 +398,43 @@ class StatesReader:
 
     def sample(self, index: int, *, decode: bool = True) -> StatesSample:
         """All of one sample, its states in bf16; with `decode=False` as they are stored."""
-        aux, final = self.new_rows(self.lengths[index], len(self._final_positions[index]))
-        sample = self.read_into(index, aux, final)
+        rows = self.new_rows(self.lengths[index], len(self._final_positions[index]))
+        sample = self.read_into(index, rows)
         return sample.decode() if decode else sample
 
-    def new_rows(self, tokens: int, finals: int) -> tuple[Tensor, Tensor]:
+    def new_rows(self, tokens: int, finals: int) -> StatesRows:
         """Memory for the states of `tokens` and so many final states, as this shard stores them."""
-        return self._empty("aux_states", tokens), self._empty("final_states", finals)
+        others = self._alternative_ids is not None
+        return StatesRows(
+            self._empty("aux_states", tokens),
+            self._empty("final_states", finals),
+            self._empty("alternative_states", finals) if others else None,
+        )
 
-    def read_into(self, index: int, aux: Tensor, final: Tensor) -> StatesSample:
-        """One sample with its states as stored, read into `aux` [T, …] and `final` [S, …].
+    def read_into(self, index: int, rows: StatesRows) -> StatesSample:
+        """One sample with its states as stored, read into `rows`.
 
-        They are rows of `new_rows`, as many as the sample has, and hold wrong bytes after an error.
+        They are of `new_rows`, as many as the sample has, and hold wrong bytes after an error.
         """
-        for (start, stop), rows in zip(self._byte_ranges(index), (aux, final), strict=True):
-            memory = as_bytes(rows).reshape(-1).data
+        parts = [part for part in rows if part is not None]
+        for (start, stop), part in zip(self._byte_ranges(index), parts, strict=True):
+            memory = as_bytes(part).reshape(-1).data
             assert len(memory) == stop - start, "memory for another sample"
             self._fill(memory, start)
         (sample_id, source), (token_ids, mask) = self.origin(index), self.tokens(index)
-        positions = self._final_positions[index]
-        sample = StatesSample(sample_id, source, token_ids, mask, aux, final, positions, self.codec)
+        others, finals = self._alternative_ids, slice(*self._final_offsets[index : index + 2])
+        sample = StatesSample(
+            sample_id=sample_id,
+            source=source,
+            token_ids=token_ids,
+            supervised_mask=mask,
+            aux_states=rows.aux,
+            final_states=rows.final,
+            final_positions=self._final_positions[index],
+            codec=self.codec,
+            alternative_ids=None if others is None else others[finals],
+            alternative_states=rows.alternatives,
+        )
         checksum, written = sample_checksum(sample, self._channels_checksum), self._checksums[index]
         if checksum != written:
             problem = f"has CRC-32 {checksum:08x}, {written:08x} was written"
@@ -468,12 +528,16 @@ class StatesReader:
         return memory.view(tensor.dtype).view(-1, tensor.shape[1])[:rows]
 
     def _byte_ranges(self, index: int) -> list[tuple[int, int]]:
-        """Where aux and final states of one sample lie."""
+        """Where aux and final states of one sample lie, and those of alternatives."""
         tensors, offsets = self._layout.tensors, slice(index, index + 2)
-        return [
-            tensors["aux_states"].byte_range(*self._token_offsets[offsets]),
-            tensors["final_states"].byte_range(*self._final_offsets[offsets]),
+        tokens, finals = self._token_offsets[offsets], self._final_offsets[offsets]
+        ranges = [
+            tensors["aux_states"].byte_range(*tokens),
+            tensors["final_states"].byte_range(*finals),
         ]
+        if self._alternative_ids is not None:
+            ranges.append(tensors["alternative_states"].byte_range(*finals))
+        return ranges
 
     def _corrupt(self, problem: str, fix: str | None = None) -> CorruptShard:
         return CorruptShard(problem, where=self._folder.where(self._name), fix=fix or _FIX)
@@ -506,11 +570,16 @@ def encode_states(
         aux = final.repeat(1, aux_layers)
         token_ids, supervised_mask = torch.empty(2, 0, dtype=torch.int32).unbind()
         supervised_mask = supervised_mask.byte()
+    others = _joined_alternatives(samples)
     codec = calibrate(encoding, aux, final)
     token_offsets = _offsets([len(sample.token_ids) for sample in samples])
     final_offsets = _offsets([len(sample.final_states) for sample in samples])
     aux_rows = _encoded(codec.encode_aux, aux, token_offsets, samples, encoding)
     final_rows = _encoded(codec.encode_final, final, final_offsets, samples, encoding)
+    other_rows = None
+    if others:
+        encode = partial(codec.encode_alternatives, count=others[0].shape[1])
+        other_rows = _encoded(encode, others[1], final_offsets, samples, encoding)
     short = not len(token_ids) or int(token_ids.max()) < _SHORT_IDS
     tensors = {
         "token_offsets": token_offsets,
@@ -519,10 +588,15 @@ def encode_states(
         "aux_states": aux_rows,
         "final_states": final_rows,
         MASK: torch.from_numpy(np.packbits(supervised_mask.numpy())),
-        "checksums": _checksums(samples, aux_rows, final_rows, crc32(codec.channels)),
+        "checksums": _checksums(samples, aux_rows, final_rows, other_rows, crc32(codec.channels)),
     }
     if codec.channels is not None:
         tensors["channel_scales"] = codec.channels
+    if others and other_rows is not None:
+        ids = others[0]
+        short = not ids.numel() or int(ids.max()) < _SHORT_IDS
+        tensors["alternative_ids"] = ids.to(torch.uint16) if short else ids
+        tensors["alternative_states"] = other_rows
     listed: list[dict[str, Any]] = [
         {"sample_id": sample.sample_id, "source": sample.source} for sample in samples
     ]
@@ -530,6 +604,16 @@ def encode_states(
         entry["agreement"] = dict(agreement)
     listing = {"format": STATES_FORMAT, "encoding": encoding, "samples": listed}
     return save(tensors, metadata={METADATA: canonical_json(listing)})
+
+
+def _joined_alternatives(samples: list[StatesSample]) -> tuple[Tensor, Tensor] | None:
+    """Ids [S, K] and bf16 states [S, K · H] of all samples' alternatives."""
+    if not samples or samples[0].alternative_ids is None:
+        return None
+    ids = [sample.alternative_ids for sample in samples if sample.alternative_ids is not None]
+    states = [each.alternative_states for each in samples if each.alternative_states is not None]
+    assert len(ids) == len(states) == len(samples), "all samples of a shard have alternatives"
+    return torch.cat(ids), torch.cat(states)
 
 
 def _encoded(
@@ -552,14 +636,20 @@ def _encoded(
 
 
 def _checksums(
-    samples: list[StatesSample], aux_rows: Tensor, final_rows: Tensor, channels_checksum: int
+    samples: list[StatesSample],
+    aux_rows: Tensor,
+    final_rows: Tensor,
+    other_rows: Tensor | None,
+    channels_checksum: int,
 ) -> Tensor:
     """uint32 [n]; rows are those of all samples, one after the other."""
+    finals = [len(sample.final_states) for sample in samples]
     aux = torch.split(aux_rows, [len(sample.token_ids) for sample in samples])
-    final = torch.split(final_rows, [len(sample.final_states) for sample in samples])
+    final = torch.split(final_rows, finals)
+    others = [None] * len(samples) if other_rows is None else torch.split(other_rows, finals)
     stored = [
-        replace(sample, aux_states=own_aux, final_states=own_final)
-        for sample, own_aux, own_final in zip(samples, aux, final, strict=True)
+        replace(sample, aux_states=own_aux, final_states=own_final, alternative_states=own_others)
+        for sample, own_aux, own_final, own_others in zip(samples, aux, final, others, strict=True)
     ]
     checksums = [sample_checksum(sample, channels_checksum) for sample in stored]
     return torch.from_numpy(np.array(checksums, dtype=np.uint32))

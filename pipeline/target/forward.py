@@ -18,17 +18,25 @@ argument for is computed from explicit scores, a block of queries at a time:
 
     softcap      cap · tanh(scores / cap)                       Gemma 2
     s_aux        a score per head that no key belongs to        gpt-oss' sinks
+
+An alternative is another token in place of one of a document's. Everything before it is as it was,
+so keys and values of the document's forward serve all of them, in rows of alternatives alone:
+
+    position          0   1   2   3
+    document          a0  a1  a2  a3
+    alternatives      b0  b1  b2  b3    b2 attends to a0, a1 and itself
+                      c0  c1  c2  c3
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -192,6 +200,12 @@ _BLOCK = 512
 _lengths: list[int] = []  # of the documents in the forward that is running
 
 
+#: Keys and values [1, kv_heads, T, d] of every document, by layer, while alternatives are to come.
+_past: dict[int, list[tuple[Tensor, Tensor]]] | None = None
+#: (document, positions [A]) of the alternatives in the forward that is running.
+_replaced: list[tuple[int, Tensor]] = []
+
+
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -211,7 +225,14 @@ def packed_attention(
     window, position i attends to the last `sliding_window` positions, itself included. Llama 4's
     chunks count as documents. s_aux [heads] are sinks.
     """
-    lengths = _pieces(_lengths, _chunk(module))
+    chunk = _chunk(module)
+    if _replaced and _past is not None:
+        special = sliding_window, chunk, softcap, s_aux
+        return _attend_instead(query, key, value, scaling, _past[module.layer_idx], *special), None
+    if _past is not None:
+        whole = (torch.split(x, _lengths, dim=2) for x in (key, value))
+        _past[module.layer_idx] = list(zip(*whole, strict=True))
+    lengths = _pieces(_lengths, chunk)
     split = (torch.split(x, lengths, dim=2) for x in (query, key, value))
     documents = zip(*split, strict=True)
     if softcap is None and s_aux is None:
@@ -254,6 +275,49 @@ def _attend(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, scale=scaling, enable_gqa=grouped
     )
+
+
+def _attend_instead(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    past: Sequence[tuple[Tensor, Tensor]],
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """A row of alternatives: each sees its document's keys before its position, and its own.
+
+    query [1, heads, A, d] → [1, A, heads, d]. An own key's score stands where that of the token is
+    that it replaces.
+    """
+    shared, outputs = query.shape[1] // key.shape[1], []
+    key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    start = 0
+    for document, positions in _replaced:
+        keys, values = (x.repeat_interleave(shared, dim=1) for x in past[document])
+        rows, at = slice(start, start + len(positions)), positions.to(query.device)[:, None]
+        scores = query[:, :, rows] @ keys.transpose(2, 3) * scaling  # [1, heads, A, T]
+        own = (query[:, :, rows] * key[:, :, rows]).sum(-1) * scaling  # [1, heads, A]
+        column = torch.arange(keys.shape[2], device=query.device)
+        scores = torch.where(column == at, own[..., None], scores)
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        hidden = (column > at) | (column <= at - (window or len(column)))
+        if chunk is not None:
+            hidden |= column < at // chunk * chunk
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand_as(own[..., None])
+            scores = torch.cat((scores, extra), dim=-1)
+        weights = scores.softmax(-1, dtype=torch.float32)[..., : len(column)].to(value.dtype)
+        share = weights.gather(-1, at.expand_as(weights[..., :1]))  # of the own key
+        before = weights.masked_fill(column == at, 0.0) @ values
+        outputs.append(before + share * value[:, :, rows])
+        start = rows.stop
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _attend_by_scores(
@@ -313,6 +377,68 @@ def capture_states(
     flat = [token for document in documents for token in document]
     aux, final = _forward(target, flat, torch.cat([torch.arange(length) for length in _lengths]))
     return list(zip(torch.split(aux, _lengths), torch.split(final, _lengths), strict=True))
+
+
+class Alternatives(NamedTuple):
+    """K other tokens at each of P positions of a document, and what the target makes of each."""
+
+    token_ids: Tensor  # int64 [K, P]
+    final_states: Tensor  # [K, P, H]
+
+
+#: Document and its final states [T, H] → P positions, ascending, and tokens [K, P] to stand there.
+Draw = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+
+
+def capture_alternatives(
+    target: LoadedTarget, documents: Sequence[Sequence[int]], draw: Draw, *, together: int
+) -> list[tuple[Tensor, Tensor, Alternatives]]:
+    """What `capture_states` gives, and of each document the alternatives that are drawn.
+
+    At most `together` of them are computed in one forward. Raises TargetError for a document that
+    the target counts otherwise than by positions.
+    """
+    global _past
+    _require_positions(target, max(together, *map(len, documents)))
+    _past = {}
+    try:
+        captured = capture_states(target, documents)
+        drawn = [draw(number, final) for number, (_, final) in enumerate(captured)]
+        states = _states_instead(target, drawn, together)
+    finally:
+        _past = None
+    return [
+        (aux, final, Alternatives(token_ids, own.view(*token_ids.shape, -1)))
+        for (aux, final), (_, token_ids), own in zip(captured, drawn, states, strict=True)
+    ]
+
+
+def _states_instead(
+    target: LoadedTarget, drawn: Sequence[tuple[Tensor, Tensor]], together: int
+) -> tuple[Tensor, ...]:
+    """Final states [K · P, H] of each document's alternatives, in rows of at most `together`."""
+    document = torch.cat([torch.full((ids.numel(),), n) for n, (_, ids) in enumerate(drawn)])
+    position = torch.cat([each.repeat(len(ids)) for each, ids in drawn])
+    token_ids = torch.cat([ids.flatten() for _, ids in drawn])
+    states = []
+    try:
+        for start in range(0, len(document), together):
+            row = slice(start, start + together)
+            _replaced[:] = [
+                (number, position[row][document[row] == number])
+                for number in range(int(document[row][0]), int(document[row][-1]) + 1)
+            ]
+            states.append(_outputs(target, token_ids[row].tolist(), position[row], ())[1])
+    finally:
+        _replaced.clear()
+    return torch.split(torch.cat(states), [ids.numel() for _, ids in drawn])
+
+
+def _require_positions(target: LoadedTarget, tokens: int) -> None:
+    if _counts_rows(decoder_of(target.model).config, tokens):
+        problem = "scales attention by the place in a row, which alternatives have not"
+        fix = "leave features.alternatives out"
+        raise TargetError(problem, where=str(target.directory), fix=fix)
 
 
 def _counts_rows(config: Any, tokens: int) -> bool:

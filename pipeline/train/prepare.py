@@ -60,7 +60,7 @@ from pipeline.store.location import Location
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import check_supervised
 from pipeline.store.shards import SHARDS, ShardCache, verify_shard, verify_sizes, verify_stored
-from pipeline.store.states import StatesReader, StatesSample
+from pipeline.store.states import StatesReader, StatesRows, StatesSample
 from pipeline.target.open import Target
 from pipeline.train.group import (
     all_gather_or_raise,
@@ -441,13 +441,13 @@ class StoredCorpus:
                 self._open.popitem(last=False)
         return opened
 
-    def new_rows(self, piece: Piece, tokens: int, finals: int) -> tuple[Tensor, Tensor]:
-        """Memory for aux states of `tokens` tokens and for final states, in rows like `piece`'s."""
+    def new_rows(self, piece: Piece, tokens: int, finals: int) -> StatesRows:
+        """Memory for the states of `tokens` tokens and final ones, in rows like `piece`'s."""
         return self._retried(piece, lambda reader: reader.new_rows(tokens, finals))
 
-    def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+    def read(self, piece: Piece, rows: StatesRows) -> StatesSample:
         """The piece with its past (see `cut_into`), in the first of the given rows."""
-        return self._retried(piece, lambda reader: read_piece(reader, piece, aux, final))
+        return self._retried(piece, lambda reader: read_piece(reader, piece, rows))
 
     def prefetch(self, shard: int) -> None:
         """Have the shard in the cache when this returns. A failure arrives with a sample of it."""
@@ -526,7 +526,7 @@ class StoredCorpus:
         return f"{self._location.uri}/{SHARDS}/{self._shards[shard].path}"
 
 
-def read_piece(reader: StatesReader, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+def read_piece(reader: StatesReader, piece: Piece, rows: StatesRows) -> StatesSample:
     """A piece of one of the reader's samples with its past, in the first of the given rows.
 
     A sample that is kept with all of its states is read there. Others must be read whole, for their
@@ -536,8 +536,9 @@ def read_piece(reader: StatesReader, piece: Piece, aux: Tensor, final: Tensor) -
     stored = (reader.lengths[piece.sample], slice(0, len(positions)))
     needed = (piece.stop, final_rows(positions, piece.start, piece.stop))
     if needed == stored:
-        return reader.read_into(piece.sample, aux[: piece.stop], final[: len(positions)])
-    return cut_into(reader.sample(piece.sample, decode=False), piece, aux, final)
+        whole = rows.part(slice(0, piece.stop), slice(0, len(positions)))
+        return reader.read_into(piece.sample, whole)
+    return cut_into(reader.sample(piece.sample, decode=False), piece, rows)
 
 
 def open_corpus(config: RunConfig, parent: Manifest) -> StoredCorpus:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.cli import main
 from pipeline.config import RunConfig
 from pipeline.errors import (
+    ConfigError,
     ContractMismatch,
     CorruptShard,
     DataError,
@@ -25,12 +27,14 @@ from pipeline.errors import (
     StageIncomplete,
     StoreError,
 )
+from pipeline.features.capture import Drawing
 from pipeline.features.plan import plan
 from pipeline.features.stage import run
 from pipeline.records import STATES_FORMAT, Sample
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.shards import read_entries, verify_shard
 from pipeline.store.states import StatesReader, StatesSample
+from pipeline.target import forward
 from pipeline.target.files import sampled_fingerprint
 from tests.features.conftest import finish_synth
 from tests.shard_files import stored_path
@@ -206,6 +210,71 @@ def test_two_kinds_of_machines_make_one_stage(
     assert [each and each.dtype for each in made_by] == ["bfloat16"] * 7 + ["float32"] * 5
     assert {each.kernels for each in both.arithmetic} == {"torch"}
     assert run(narrow) == both == run(make_config(tmp_path, shard_tokens=1, batch_tokens=32))
+
+
+@pytest.mark.parametrize("encoding", ["bf16", "int8"])
+def test_alternatives_are_what_hugging_face_says_after_other_tokens(
+    encoding: str, tmp_path: Path, ready: Configs, samples: list[Sample], tiny_target: Path
+) -> None:
+    """Four at each final state, all different, none the sample's own token."""
+    from transformers import LlamaForCausalLM
+
+    run(ready(tmp_path, alternatives=4, encoding=encoding))
+    model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+    for sample, state in zip(samples, read_all(tmp_path), strict=True):
+        assert state.alternative_ids is not None and state.alternative_states is not None
+        assert state.alternative_ids.shape == (len(state.final_positions), 4)
+        states = state.alternative_states.view(len(state.final_positions), 4, -1).float()
+        for place, at in enumerate(state.final_positions.tolist()):
+            ids = state.alternative_ids[place].tolist()
+            assert len({*ids, sample.token_ids[at]}) == 5
+            replaced = torch.tensor([[*sample.token_ids[:at], token] for token in ids])
+            with torch.inference_mode():
+                final = model.model(replaced).last_hidden_state[:, -1]
+            torch.testing.assert_close(states[place], final, rtol=3e-2, atol=3e-2)
+
+
+def test_alternatives_are_draws_from_the_target(tiny_target: Path, samples: list[Sample]) -> None:
+    """The first of each position, over many seeds: a chi-squared test against the softmax without
+    the sample's own token, which a distribution of another temperature fails."""
+    generator = torch.Generator().manual_seed(0)
+    rows, sample = torch.randn(8, 4, generator=generator), samples[0]
+    final = torch.randn(len(sample.token_ids), 4, generator=generator)
+    sample = sample.model_copy(update={"token_ids": tuple(each % 8 for each in sample.token_ids)})
+    counts, seeds = torch.zeros(()), 3000
+    for seed in range(seeds):
+        positions, ids = Drawing(2, "replies", rows, 1.0, seed).draw(sample, final)
+        counts = counts + torch.nn.functional.one_hot(ids[0], 8)  # [S, V]
+    for scale, fits in ((1.0, True), (0.5, False)):
+        logits = final[positions.long() - 1] @ rows.T * scale
+        own = torch.tensor(sample.token_ids)[positions.long(), None]
+        expected = seeds * logits.scatter(1, own, -torch.inf).softmax(-1)
+        enough = expected > 5
+        chi = ((counts - expected).square() / expected)[enough].sum()
+        freedom = int(enough.sum()) - len(positions)
+        assert (chi < freedom + 5 * (2 * freedom) ** 0.5) == fits
+
+
+def test_a_wrong_alternative_is_found(tmp_path: Path, ready: Configs, monkeypatch: Any) -> None:
+    """Planted: what was before it is a token off."""
+    attend = forward._attend_instead
+
+    def rolled(*arguments: Any) -> torch.Tensor:
+        query, key, value, scaling, past, *others = arguments
+        past = [tuple(part.roll(1, dims=2) for part in pair) for pair in past]
+        return attend(query, key, value, scaling, past, *others)
+
+    monkeypatch.setattr(forward, "_attend_instead", rolled)
+    with pytest.raises(DataError, match=r"differs by .* from that of the sample which has it"):
+        run(ready(tmp_path, alternatives=2))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"parallel": "tensor"}, {"backend": "vllm", "engine": {"endpoints": ["http://x"]}}]
+)
+def test_alternatives_need_the_target_in_one_process(make_config: Any, settings: Any) -> None:
+    with pytest.raises(ConfigError, match="alternatives need the target in one process"):
+        make_config("run", alternatives=2, **settings)
 
 
 @pytest.mark.parametrize(

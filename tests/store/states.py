@@ -14,7 +14,13 @@ H = 4
 
 
 def make_states(
-    index: int, length: int, supervised: range, *, everything: bool = False, hidden: int = H
+    index: int,
+    length: int,
+    supervised: range,
+    *,
+    everything: bool = False,
+    hidden: int = H,
+    alternatives: int = 0,
 ) -> StatesSample:
     """Random states; channel 1 is a hundred times larger than the others, as in real targets."""
     draw = torch.Generator().manual_seed(index)
@@ -26,6 +32,8 @@ def make_states(
         torch.randn(len(positions), hidden, generator=draw),
     )
     aux[..., 1] *= 100
+    others = torch.randn(len(positions), alternatives * hidden, generator=draw).bfloat16()
+    ids = torch.randint(0, 60, (len(positions), alternatives), generator=draw, dtype=torch.int32)
     return StatesSample(
         sample_id=f"s{index}",
         source="unit",
@@ -34,15 +42,17 @@ def make_states(
         aux_states=aux.flatten(1).bfloat16(),
         final_states=final.bfloat16(),
         final_positions=positions,
+        alternative_ids=ids if alternatives else None,
+        alternative_states=others if alternatives else None,
     )
 
 
-def three_samples() -> list[StatesSample]:
+def three_samples(alternatives: int = 0) -> list[StatesSample]:
     """7, 1 and 12 tokens; the second has no final state."""
     return [
-        make_states(0, 7, range(3, 7)),
-        make_states(1, 1, range(0, 0)),
-        make_states(2, 12, range(2, 6)),
+        make_states(0, 7, range(3, 7), alternatives=alternatives),
+        make_states(1, 1, range(0, 0), alternatives=alternatives),
+        make_states(2, 12, range(2, 6), alternatives=alternatives),
     ]
 
 

@@ -24,19 +24,24 @@ from pipeline.store.states import (
 from tests.store.conftest import make_config
 from tests.store.states import H, commit, make_states, three_samples
 
-FIELDS = ("token_ids", "supervised_mask", "aux_states", "final_states", "final_positions")
+FIELDS = [
+    *("token_ids", "supervised_mask", "aux_states", "final_states", "final_positions"),
+    *("alternative_ids", "alternative_states"),
+]
 ENCODINGS: list[Encoding] = ["bf16", "fp8", "int8"]
 
 
-@pytest.fixture
-def states() -> list[StatesSample]:
-    return three_samples()
+@pytest.fixture(params=[0, 2], ids=["plain", "alternatives"])
+def states(request: pytest.FixtureRequest) -> list[StatesSample]:
+    return three_samples(request.param)
 
 
 def assert_equal(found: StatesSample, expected: StatesSample) -> None:
     assert (found.sample_id, found.source) == (expected.sample_id, expected.source)
     for field in FIELDS:
         mine, theirs = getattr(found, field), getattr(expected, field)
+        if mine is theirs is None:
+            continue
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), field
 
 
@@ -96,14 +101,14 @@ def test_encoded_samples_come_back_close_and_can_be_decoded_later(
         assert stored.aux_states.shape == (len(sample.token_ids), 3 * H + 3)
         assert decoded.aux_states.dtype == torch.bfloat16 and stored.aux_states.element_size() == 1
         assert_equal(stored.decode(), decoded)
-        for mine, exact in (
-            (decoded.aux_states.float(), sample.aux_states.float()),
-            (decoded.final_states.float(), sample.final_states.float()),
-        ):
-            assert (mine - exact).norm() <= 0.04 * exact.norm()
-            assert not len(exact) or not torch.equal(mine, exact)
-        aux, final = sample.aux_states, sample.final_states
-        assert_equal(replace(decoded, aux_states=aux, final_states=final), sample)
+        names = [name for name in FIELDS if name.endswith("_states")]
+        exact = {name: getattr(sample, name) for name in names}
+        for name, true in exact.items():
+            if true is not None:
+                mine = getattr(decoded, name)
+                assert (mine.float() - true.float()).norm() <= 0.04 * true.float().norm()
+                assert not len(true) or not torch.equal(mine, true)
+        assert_equal(replace(decoded, **exact), sample)
 
 
 @pytest.mark.parametrize("kind", ["path", "memory"])
@@ -113,8 +118,9 @@ def test_states_are_read_into_the_rows_given(
     uri = str(tmp_path) if kind == "path" else f"memory://{tmp_path.name}"
     location, shard = commit(make_config(uri), encode_states(states))
     reader = StatesReader(location, shard)
-    aux, final = (rows.zero_() for rows in reader.new_rows(20, 10))
-    sample = reader.read_into(2, aux[3:15], final[1:5])
+    rows = reader.new_rows(20, 10)
+    aux, final = rows.aux.zero_(), rows.final.zero_()
+    sample = reader.read_into(2, rows.part(slice(3, 15), slice(1, 5)))
     assert reader.final_positions(2).tolist() == [1, 2, 3, 4]
     assert_equal(sample.decode(), states[2])
     assert sample.aux_states.data_ptr() == aux[3:].data_ptr()
@@ -136,7 +142,8 @@ def test_what_a_reader_hands_out_does_not_change_the_file(
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_equal_samples_give_equal_bytes(states: list[StatesSample], encoding: Encoding) -> None:
-    assert encode_states(states, encoding) == encode_states(three_samples(), encoding)
+    alternatives = 0 if states[0].alternative_ids is None else states[0].alternative_ids.shape[1]
+    assert encode_states(states, encoding) == encode_states(three_samples(alternatives), encoding)
     assert encode_states(states, encoding) != encode_states(states[::-1], encoding)
 
 
@@ -182,14 +189,15 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("encoding", "row"), [("bf16", 2 * H), ("fp8", H + 1), ("int8", H + 1)])
-def test_opening_a_remote_shard_is_one_request_and_one_sample_costs_two(
+def test_opening_a_remote_shard_is_one_request_and_a_sample_one_a_kind_of_rows(
     tmp_path: Path, states: list[StatesSample], ranges: list[int], encoding: Encoding, row: int
 ) -> None:
     uri = f"memory://{tmp_path.name}-{encoding}"
     reader = StatesReader(*commit(make_config(uri), encode_states(states, encoding)))
     assert len(ranges) == 1
     reader.sample(2)
-    assert ranges[1:] == [12 * 3 * row, 4 * row]
+    other_rows = [] if states[0].alternative_ids is None else [4 * 2 * row]
+    assert ranges[1:] == [12 * 3 * row, 4 * row, *other_rows]
 
 
 def documented() -> Callable[..., tuple[np.ndarray, ...]]:
@@ -204,7 +212,7 @@ def documented() -> Callable[..., tuple[np.ndarray, ...]]:
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_the_documented_numpy_reader_works(tmp_path: Path, encoding: Encoding) -> None:
-    states = [*three_samples(), make_states(5, 40, range(10, 40))]
+    states = [*three_samples(3), make_states(5, 40, range(10, 40), alternatives=3)]
     location, shard = commit(make_config(tmp_path / "run"), encode_states(states, encoding))
     reader, read_states = StatesReader(location, shard), documented()
     for index in range(len(states)):

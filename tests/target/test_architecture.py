@@ -24,6 +24,7 @@ from pipeline.target.architecture import FAMILIES, Architecture, decoder_of, rea
 from pipeline.target.forward import (
     LoadedTarget,
     capture_alone,
+    capture_alternatives,
     capture_states,
     register_packed_attention,
 )
@@ -73,10 +74,41 @@ def test_packed_states_and_the_teacher_are_those_of_transformers(family: str) ->
         torch.testing.assert_close(final.clone() @ rows.T, logits.clone(), rtol=1e-3, atol=1e-3)
 
 
+def test_alternatives_have_the_states_of_documents_that_hold_them(family: str) -> None:
+    """In rows of five, which cut documents apart, at the first and the last position too."""
+    loaded = opened(family).load(attention=register_packed_attention())
+    drawn = {
+        number: (torch.tensor(sorted({0, len(ids) // 2, len(ids) - 1})), len(ids))
+        for number, ids in enumerate(DOCUMENTS)
+    }
+
+    def draw(number: int, final: Tensor) -> tuple[Tensor, Tensor]:
+        positions, tokens = drawn[number]
+        assert len(final) == tokens
+        generator = torch.Generator().manual_seed(number)
+        return positions, torch.randint(3, 96, (2, len(positions)), generator=generator)
+
+    if loaded.model.config.model_type == "llama4_text":
+        with pytest.raises(TargetError, match="the place in a row"):
+            capture_alternatives(loaded, DOCUMENTS, draw, together=5)
+        return
+    captured = capture_alternatives(loaded, DOCUMENTS, draw, together=5)
+    plain = capture_states(loaded, DOCUMENTS)
+    for number, (aux, final, alternatives) in enumerate(captured):
+        assert torch.equal(aux, plain[number][0]) and torch.equal(final, plain[number][1])
+        assert alternatives.token_ids.shape == (2, len(drawn[number][0]))
+        for ids, states in zip(alternatives.token_ids, alternatives.final_states, strict=True):
+            for at, token, state in zip(drawn[number][0], ids.tolist(), states, strict=True):
+                replaced = [*DOCUMENTS[number][:at], token]
+                own = capture_alone(loaded, replaced)[1][-1].clone()
+                torch.testing.assert_close(state.clone(), own, rtol=1e-3, atol=1e-3)
+
+
 def test_soft_capped_attention_is_captured(tmp_path: Path, tiny_target: Path) -> None:
     """Gemma 2 without the cap on its logits, for which it is refused."""
-    directory = save_family("gemma2", tmp_path, tiny_target)
-    test_packed_states_and_the_teacher_are_those_of_transformers(str(directory))
+    directory = str(save_family("gemma2", tmp_path, tiny_target))
+    test_packed_states_and_the_teacher_are_those_of_transformers(directory)
+    test_alternatives_have_the_states_of_documents_that_hold_them(directory)
 
 
 def test_scores_are_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

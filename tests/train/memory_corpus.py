@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.learning.batches import TrainBatch, read_batch
 from pipeline.learning.corpus import Piece, cut_into
-from pipeline.store.states import StatesSample
+from pipeline.store.states import StatesRows, StatesSample
 
 
 class MemoryOutline:
@@ -50,13 +50,17 @@ class MemoryCorpus:
     def outlines(self, shards: Sequence[int]) -> Iterator[MemoryOutline]:
         return map(self.outline, shards)
 
-    def new_rows(self, piece: Piece, tokens: int, finals: int) -> tuple[Tensor, Tensor]:
+    def new_rows(self, piece: Piece, tokens: int, finals: int) -> StatesRows:
         sample = self._shards[piece.shard].samples[piece.sample]
-        aux, final = sample.aux_states, sample.final_states
-        return aux.new_empty(tokens, aux.shape[1]), final.new_empty(finals, final.shape[1])
+        aux, final, others = sample.aux_states, sample.final_states, sample.alternative_states
+        return StatesRows(
+            aux.new_empty(tokens, aux.shape[1]),
+            final.new_empty(finals, final.shape[1]),
+            None if others is None else others.new_empty(finals, others.shape[1]),
+        )
 
-    def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
-        return cut_into(self._shards[piece.shard].samples[piece.sample], piece, aux, final)
+    def read(self, piece: Piece, rows: StatesRows) -> StatesSample:
+        return cut_into(self._shards[piece.shard].samples[piece.sample], piece, rows)
 
     def prefetch(self, shard: int) -> None:
         pass

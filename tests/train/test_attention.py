@@ -153,6 +153,51 @@ def test_a_window_hides_whole_pages_behind_the_first(
     assert_equal(actual, expected, steps)
 
 
+#: Not the first of its document.
+INSTEAD = {name: rows[~torch.isin(rows, torch.tensor([0, 9, 28]))] for name, rows in ROWS.items()}
+
+
+def replaced(
+    lengths: tuple[int, ...],
+    rows: Tensor,
+    rotary: RotaryTable,
+    steps: list[list[Tensor]],
+    window: int = 0,
+) -> list[Tensor]:
+    """Step 0 of rows whose own key is another one; of the documents' step 0 only keys are read."""
+    (_, key, value), (query, *own), *_ = steps
+    every = UnrolledAttention(lengths, torch.arange(sum(lengths)), rotary)
+    _, first = every.attend(0, query.new_zeros(sum(lengths), QUERY_HEADS, SIZE), key, value, [])
+    attention = UnrolledAttention(lengths, rows, rotary, window, instead=True)
+    return [attention.attend(0, query, own[0], own[1], [first])[0]]
+
+
+@pytest.mark.parametrize("window", [0, 5], ids=["all", "window"])
+@pytest.mark.parametrize("rows", INSTEAD.values(), ids=INSTEAD)
+def test_rows_that_read_another_token_see_its_key_in_place_of_their_own(
+    small_head: Eagle3Head, rows: Tensor, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row is a sequence of its own here: what was before it, then the other key."""
+    for module in ("learning.window", "learning.blocked"):
+        monkeypatch.setattr(f"pipeline.{module}.WINDOW_STEP", 3)
+    lengths, rotary = (9, 19, 10), rotary_of(small_head)
+    (_, key, value), (query, other_key, other_value), *_ = steps = inputs(38, rows, 2)
+    expected = [query[:0]]
+    for number, row in enumerate(rows.tolist()):
+        start = max(begin for begin in (0, 9, 28) if begin <= row)
+        own = [
+            torch.cat((part[start:row], other[number : number + 1]))
+            for part, other in ((key, other_key), (value, other_value))
+        ]
+        last, alone = torch.tensor([row - start]), (row - start + 1,)
+        attention = UnrolledAttention(alone, last, rotary, window)
+        expected.append(attention.attend(0, query[number : number + 1], own[0], own[1], [])[0])
+    actual = replaced(lengths, rows, rotary, steps, window)
+    used = [[key, value], [query, other_key, other_value]]
+    if len(rows):
+        assert_equal(actual, [torch.cat(expected)], used)
+
+
 @pytest.fixture
 def use_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA, uncompiled. It differentiates on a CPU; what refuses that is a check."""
@@ -179,6 +224,21 @@ def test_flex_attention_joined_by_log_sum_exp_equals_blocks(
     monkeypatch.setattr("pipeline.learning.flex.has_kernel", lambda device, size: False)
     in_blocks = unrolled(lengths, rows, rotary, steps, window=window)
     assert_equal(by_flex, in_blocks, steps)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("use_flex")
+@pytest.mark.parametrize("rows", INSTEAD.values(), ids=INSTEAD)
+def test_flex_attention_of_rows_that_read_another_token_equals_blocks(
+    small_head: Eagle3Head, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths, rotary, steps = (9, 19, 10), rotary_of(small_head), inputs(38, rows, 2)
+    by_flex = replaced(lengths, rows, rotary, steps)
+    monkeypatch.setattr("pipeline.learning.flex.has_kernel", lambda device, size: False)
+    in_blocks = replaced(lengths, rows, rotary, steps)
+    if len(rows):
+        assert_equal(by_flex, in_blocks, [steps[0][1:], steps[1]])
 
 
 @pytest.mark.parametrize("window", [0, 100], ids=["all", "window"])

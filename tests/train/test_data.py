@@ -10,13 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pipeline.errors import CorruptShard, DataError
 from pipeline.heads.init import DraftVocabulary, choose_vocabulary
 from pipeline.learning.batches import AHEAD, ReadAhead, Schedule, read_batch, shards_together
 from pipeline.learning.corpus import HeldOut, Piece, Survey, draw_samples, survey
-from pipeline.store.states import StatesSample, teacher_positions
+from pipeline.store.states import StatesRows, StatesSample, teacher_positions
 from pipeline.train.loop import own_batches
 from pipeline.train.prepare import audit_mask, coverage_by_source, log_coverage, show_sample
 from pipeline.train.stage import run
@@ -75,7 +74,7 @@ def test_long_sample_is_cut_without_losing_a_token() -> None:
     assert surveyed.split == 1 and sum(piece.length for piece in surveyed.pieces) == 23
     assert surveyed.pieces == (Piece(0, 0, 0, 7), Piece(0, 0, 7, 15), Piece(0, 0, 15, 23))
     for piece in surveyed.pieces:
-        part = corpus.read(piece, *corpus.new_rows(piece, piece.stop, piece.length))
+        part = corpus.read(piece, corpus.new_rows(piece, piece.stop, piece.length))
         assert part.token_ids.tolist() == list(range(piece.stop)), "with its past"
         assert part.final_states[:, 0].tolist() == part.final_positions.tolist()
     batch = read_batch(corpus, surveyed.pieces)
@@ -279,10 +278,10 @@ class CountingCorpus(MemoryCorpus):
         self.reads, self.announced = 0, list[int]()
         self._lock = threading.Lock()
 
-    def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+    def read(self, piece: Piece, rows: StatesRows) -> StatesSample:
         with self._lock:
             self.reads += 1
-        return super().read(piece, aux, final)
+        return super().read(piece, rows)
 
     def prefetch(self, shard: int) -> None:
         with self._lock:
@@ -308,10 +307,10 @@ def test_read_ahead_keeps_the_order_and_its_bound() -> None:
 class BrokenCorpus(MemoryCorpus):
     """Its second sample cannot be read."""
 
-    def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+    def read(self, piece: Piece, rows: StatesRows) -> StatesSample:
         if piece.sample == 1:
             raise CorruptShard("has CRC-32 0, 1 was written", where="shard: sample 1", fix="none")
-        return super().read(piece, aux, final)
+        return super().read(piece, rows)
 
 
 def test_what_the_reading_thread_raises_arrives_with_its_batch() -> None:

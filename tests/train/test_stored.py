@@ -85,7 +85,7 @@ def store(uri: object, total: int, encodings: Sequence[Encoding] = ("bf16",), **
 
 def read(corpus: StoredCorpus, piece: Piece) -> StatesSample:
     """A piece in memory of its own."""
-    return corpus.read(piece, *corpus.new_rows(piece, piece.stop, piece.stop))
+    return corpus.read(piece, corpus.new_rows(piece, piece.stop, piece.stop))
 
 
 def flip(data: bytes) -> bytes:

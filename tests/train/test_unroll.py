@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.eagle3.ttt import TttModel, unroll
+from pipeline.heads.eagle3.ttt import Instead, TttModel, draw_alternatives, unroll
 from pipeline.heads.unrolled import (
     Objective,
     Unroll,
@@ -218,6 +219,72 @@ def test_loss_accuracy_and_gradients_follow_the_definition(small_head: Eagle3Hea
     rows = fixed.lm_head[small_head.target_ids()]
     dense = dense_loss(small_head, fixed.embedding, rows, batch, steps=STEPS, decay=DECAY)
     torch.testing.assert_close(dense, expected, rtol=1e-10, atol=1e-10)
+
+
+def with_alternatives(count: int = 3) -> list[StatesSample]:
+    """The documents with other tokens at each of their final states."""
+    generator = torch.Generator().manual_seed(11)
+    made = []
+    for sample in documents():
+        finals = len(sample.final_positions)
+        ids = torch.randint(0, 24, (finals, count), generator=generator, dtype=torch.int32)
+        states = torch.randn(finals, count * 16, generator=generator, dtype=torch.float64)
+        made.append(replace(sample, alternative_ids=ids, alternative_states=states))
+    return made
+
+
+def alternatives_by_definition(
+    head: Eagle3Head, fixed: Constants, batch: TrainBatch, instead: Instead
+) -> Tensor:
+    """Each document anew with one token replaced, by the dense mask; of it one row teaches."""
+    rows = fixed.lm_head[head.target_ids()]
+    loss = torch.zeros((), dtype=torch.float64)
+    drawn = zip(instead.rows.tolist(), instead.token_ids, instead.teacher_states, strict=True)
+    for row, token, teacher in drawn:
+        ids = batch.token_ids.clone()
+        ids[row + 1] = token
+        changed = TrainBatch(**{**vars(batch), "token_ids": ids})
+        (output,) = dense_unroll(head, fixed.embedding, changed, steps=1)
+        logits = head.logits(output[row])
+        loss = loss - ((rows @ teacher).softmax(-1) * logits.log_softmax(-1)).sum()
+    return loss / len(batch.labels)
+
+
+def test_alternatives_teach_what_the_target_says_after_them(small_head: Eagle3Head) -> None:
+    """Beside the labels' loss, with its gradients; each is one of the label's own three."""
+    fixed, batch = constants(), pack_samples(with_alternatives())
+    assert batch.alternative_ids is not None and batch.alternative_states is not None
+    instead = draw_alternatives(batch, seed=0, weight=0.5)
+    assert instead is not None and len(instead.rows) > 5
+    for row, token, teacher in zip(*instead[:3], strict=True):
+        label = (batch.labels == row + 2).nonzero().item()
+        assert batch.depths[label] > 2
+        number = (batch.alternative_ids[label] == token).nonzero().flatten().tolist()
+        assert any(
+            torch.equal(teacher, batch.alternative_states[label].view(3, -1)[each])
+            for each in number
+        )
+    objective = Objective(STEPS, DECAY)
+    options: dict[str, Any] = {"max_length": 12, "dtype": torch.float64}
+    model = TttModel(small_head, *fixed, objective, alternative_weight=0.5, **options)
+    plain, beside = model_of(small_head, fixed)(batch), model(batch)
+    assert torch.equal(plain.hits, beside.hits) and torch.equal(plain.labels, beside.labels)
+    expected = plain.loss + 0.5 * alternatives_by_definition(small_head, fixed, batch, instead)
+    torch.testing.assert_close(beside.loss, expected, rtol=1e-10, atol=1e-10)
+    parameters = list(small_head.parameters())
+    gradients = (torch.autograd.grad(loss, parameters) for loss in (beside.loss, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
+
+
+def test_other_batches_draw_other_alternatives(small_head: Eagle3Head) -> None:
+    batch = pack_samples(with_alternatives())
+    first, again, other = (
+        draw_alternatives(replace(batch, number=number), seed=0, weight=1) for number in (0, 0, 1)
+    )
+    assert first and again and other
+    assert torch.equal(first.token_ids, again.token_ids)
+    assert not torch.equal(first.token_ids, other.token_ids)
+    assert draw_alternatives(pack_samples(documents()), seed=0, weight=1) is None
 
 
 @pytest.mark.parametrize("cuts", [(0, 12), (0, 6, 12), (0, 1, 2, 5, 9, 12)], ids=str)

@@ -220,14 +220,21 @@ def _solve_linear(
 
 
 def _rows(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
-    """Regressors (aux, e) [R, (L + 1) H] and y [R, H] of a batch."""
+    """Regressors (aux, e) [R, (L + 1) H] and y [R, H] of a batch: of its labels, and of all
+    alternatives."""
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
         batch = stored.to(embedding.device, torch.float32)
-        states = head.normed_aux(batch.aux_states[batch.labels - 2])  # [R, L · H]
-        tokens = embedding[batch.token_ids[batch.labels - 1]]
-        normed = head.midlayer.input_layernorm(tokens)  # [R, H]
-        return torch.cat((states, normed), dim=-1), batch.teacher_states * inverse
+        states = head.normed_aux(batch.aux_states[batch.labels - 2])  # [S, L · H]
+        tokens, teachers = batch.token_ids[batch.labels - 1], batch.teacher_states
+        ids, others = batch.alternative_ids, batch.alternative_states
+        if ids is not None and others is not None:
+            count = 1 + ids.shape[1]
+            states = states.repeat_interleave(count, dim=0)
+            tokens = torch.cat((tokens[:, None], ids), dim=1).flatten()
+            teachers = torch.cat((teachers, others), dim=1).view(len(tokens), -1)
+        normed = head.midlayer.input_layernorm(embedding[tokens])  # [R, H]
+        return torch.cat((states, normed), dim=-1), teachers * inverse
 
     return rows
 

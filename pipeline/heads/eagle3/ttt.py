@@ -22,7 +22,15 @@ computed for the rows that have a label ahead, and of all others step 0's keys a
 A head of several layers is computed for all positions at step 0, but for its last layer: the keys
 and values of each are made of what the one before it gives there.
 
-Shapes: N tokens, S labels, A rows, H hidden size, V target and Vd draft vocabulary.
+States with alternatives teach one step more. In place of x3 the target might have said b: what it
+would have said then is known, and is learnt at the row that reads x3, whose past is the same.
+
+    step 0   tokens  x1 x2 x3 x4      instead  tokens   b   at position 2, after the keys and values
+             states  g0 g1 g2 g3               states  g2   of positions 0 and 1
+             teach   x2 x3 x4 x5               teach   what follows x1 x2 b
+
+Shapes: N tokens, S labels, A rows, B of them with an alternative, H hidden size, V target and Vd
+draft vocabulary.
 """
 
 from __future__ import annotations
@@ -32,12 +40,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.config import TrainSection
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.unrolled import Objective, Unroll, UnrolledModel, embed_tokens, rows_by_position
+from pipeline.heads.unrolled import (
+    Beside,
+    Objective,
+    Unroll,
+    UnrolledModel,
+    embed_tokens,
+    rows_by_position,
+)
 from pipeline.learning.attention import KeyValue, UnrolledAttention
 from pipeline.learning.batches import TrainBatch
 from pipeline.target.rotary import RotaryTable
@@ -56,20 +72,22 @@ class TttModel(UnrolledModel[Eagle3Head]):
         max_length: int,
         dtype: torch.dtype,
         dropout: float = 0.0,
+        alternative_weight: float = 0.0,
         seed: int = 0,
         checkpointing: bool = False,
         compiled: bool = False,
     ) -> None:
-        """As of `UnrolledModel`; dropout is a share as of `draw_dropout`, by seed; the last two as
-        of `Layer`."""
+        """As of `UnrolledModel`; dropout is a share as of `draw_dropout`, by seed, as alternatives
+        are drawn; the last two as of `Layer`."""
         parts = head, embedding, target_lm_head, objective
         super().__init__(*parts, max_length=max_length, dtype=dtype)
         computing = self._compute.head if self._compute else head
         self._layer = Layer.of(computing, checkpointing=checkpointing, compiled=compiled)
         self._dropout, self._seed = dropout, seed
+        self._alternative_weight = alternative_weight
 
     def unrolled(self, head: Eagle3Head, batch: TrainBatch, rows: Tensor) -> Unroll:
-        share, width = self._dropout, 2 * head.shape.hidden_size
+        share, width, weight = self._dropout, 2 * head.shape.hidden_size, self._alternative_weight
         return unroll(
             head,
             self.embedding,
@@ -79,6 +97,7 @@ class TttModel(UnrolledModel[Eagle3Head]):
             steps=self.objective.steps,
             layer=self._layer,
             dropout=draw_dropout(batch, share, seed=self._seed, width=width) if share else None,
+            instead=draw_alternatives(batch, seed=self._seed, weight=weight) if weight else None,
         )
 
 
@@ -187,8 +206,9 @@ def unroll(
     steps: int,
     layer: Layer | None = None,
     dropout: Dropout | None = None,
+    instead: Instead | None = None,
 ) -> Unroll:
-    """Run the head for `steps` steps. embedding [V, H] is the target's.
+    """Run the head for `steps` steps, and `instead` of step 0. embedding [V, H] is the target's.
 
     rows [A] ascending; layer is the head's own when None; dropout as in `draw_dropout`.
     """
@@ -198,15 +218,48 @@ def unroll(
     every = torch.arange(batch.tokens, device=batch.token_ids.device)
     whole = UnrolledAttention(batch.lengths, every, rotary, *windows) if layer.behind else own_rows
     attention, following = Attentions(own_rows, whole), every + 1
-    inputs = embed_tokens(embedding, batch, following)
-    hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [], dropout)
+    inputs, projected = embed_tokens(embedding, batch, following), head.project(batch.aux_states)
+    hidden, own = layer.step(0, inputs, projected, attention, [], dropout)
     outputs, past = [hidden], [own]
     for k in range(1, steps):
         inputs = embed_tokens(embedding, batch, rows + k + 1)
         hidden, own = layer.step(k, inputs, hidden, attention, list(past), dropout)
         outputs.append(hidden)
         past.append(own)
-    return Unroll(tuple(outputs), rows, rows_by_position(batch, rows))
+    beside = None
+    if instead:
+        alone = UnrolledAttention(batch.lengths, instead.rows, rotary, *windows, instead=True)
+        inputs, hidden = F.embedding(instead.token_ids, embedding), projected[instead.rows]
+        arguments = inputs, hidden, Attentions(alone, alone), past[:1], dropout
+        output, _ = layer.step(0, *arguments)
+        beside = Beside(output, instead.teacher_states, instead.token_ids, instead.weight)
+    return Unroll(tuple(outputs), rows, rows_by_position(batch, rows), beside)
+
+
+class Instead(NamedTuple):
+    """Tokens that rows read in place of the next one of their document."""
+
+    rows: Tensor  # int64 [B], ascending flat positions, none of them the first of its document
+    token_ids: Tensor  # int64 [B]
+    teacher_states: Tensor  # [B, H]
+    weight: float
+
+
+def draw_alternatives(batch: TrainBatch, *, seed: int, weight: float) -> Instead | None:
+    """One alternative of each label that is not predicted by the first row of its document; None
+    where the batch has none. A function of seed and batch number, as dropout is."""
+    ids, states = batch.alternative_ids, batch.alternative_states
+    if ids is None or states is None:
+        return None
+    behind = (batch.depths > 2).nonzero().flatten()  # [B], numbers of labels
+    if not len(behind):
+        return None
+    number = random.Random(f"{seed}/alternatives/{batch.number}").getrandbits(63)
+    generator = torch.Generator(ids.device).manual_seed(number)
+    size, count = len(behind), ids.shape[1]
+    drawn = torch.randint(count, (size,), generator=generator, device=ids.device)
+    teachers = states.view(len(states), count, -1)[behind, drawn]
+    return Instead(batch.labels[behind] - 2, ids[behind, drawn], teachers, weight)
 
 
 def draw_dropout(batch: TrainBatch, share: float, *, seed: int, width: int) -> Dropout:
@@ -244,6 +297,7 @@ def trained_model(
         max_length=max_length,
         dtype=dtype,
         dropout=section.dropout,
+        alternative_weight=section.alternative_weight,
         seed=seed,
         checkpointing=section.activation_checkpointing,
         compiled=bool(section.compile),
