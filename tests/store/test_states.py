@@ -200,32 +200,34 @@ def test_opening_a_remote_shard_is_one_request_and_a_sample_one_a_kind_of_rows(
     assert ranges[1:] == [12 * 3 * row, 4 * row, *other_rows]
 
 
-def documented() -> Callable[..., tuple[np.ndarray, ...]]:
-    """The reader of docs/states-format.md, as it stands there."""
+def documented() -> tuple[Callable[..., tuple[np.ndarray, ...]], ...]:
+    """The readers of docs/states-format.md, as they stand there."""
     text = (Path(__file__).parents[2] / "docs/states-format.md").read_text()
     scope: dict[str, Any] = {}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code, scope)
-    read: Callable[..., tuple[np.ndarray, ...]] = scope["read_states"]
-    return read
+    return scope["read_states"], scope["read_alternatives"]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_the_documented_numpy_reader_works(tmp_path: Path, encoding: Encoding) -> None:
     states = [*three_samples(3), make_states(5, 40, range(10, 40), alternatives=3)]
     location, shard = commit(make_config(tmp_path / "run"), encode_states(states, encoding))
-    reader, read_states = StatesReader(location, shard), documented()
+    reader, (read_states, read_alternatives) = StatesReader(location, shard), documented()
+    path = tmp_path / "run/features/shards" / shard.path
     for index in range(len(states)):
         expected = reader.sample(index)
-        token_ids, supervised_mask, aux, final, positions = read_states(
-            tmp_path / "run/features/shards" / shard.path, index
-        )
+        token_ids, supervised_mask, aux, final, positions = read_states(path, index)
+        ids, others = read_alternatives(path, index)
         assert np.array_equal(token_ids, expected.token_ids)
         assert np.array_equal(supervised_mask, expected.supervised_mask)
         assert np.array_equal(positions, expected.final_positions)
         rounding = 0 if encoding == "bf16" else 2**-8  # ours are rounded to bf16 once more
         np.testing.assert_allclose(aux, expected.aux_states.float(), rtol=rounding)
         np.testing.assert_allclose(final, expected.final_states.float(), rtol=rounding)
+        assert expected.alternative_ids is not None and expected.alternative_states is not None
+        assert np.array_equal(ids, expected.alternative_ids)
+        np.testing.assert_allclose(others, expected.alternative_states.float(), rtol=rounding)
 
 
 def test_the_documented_rows_are_the_size() -> None:
@@ -236,3 +238,8 @@ def test_the_documented_rows_are_the_size() -> None:
         data = encode_states(states, encoding)  # type: ignore[arg-type]
         before = 8 + int.from_bytes(data[:8], "little") + 2 * 21 * 8 + 20 * 4
         assert len(data) - before == tokens * (3 * row + 2) + tokens // 8 + finals * row + scales
+    several = [make_states(index, 40, range(16, 40), alternatives=2) for index in range(20)]
+    data, plain = encode_states(several), encode_states(states)
+    sizes = (len(each) - int.from_bytes(each[:8], "little") for each in (data, plain))
+    more, less = sizes
+    assert more - less == finals * 2 * (2 * H + 2)
