@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from copy import deepcopy
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args
@@ -21,6 +23,7 @@ from pipeline.learning.losses import OutputLoss, Teacher
 from pipeline.target.forward import (
     LoadedTarget,
     capture_alone,
+    capture_alternatives,
     capture_states,
     layers_of,
     register_packed_attention,
@@ -93,7 +96,8 @@ def losses_agree(proposed: int, vocabulary: int, device: torch.device) -> dict[s
 
 
 def attention_agrees(device: torch.device) -> dict[str, Any]:
-    """Documents of several blocks, rows with gaps, all keys and a window; two numbers of rows."""
+    """Documents of several blocks, rows with gaps, all keys and a window; two numbers of rows; and
+    rows that read another token."""
     differences: dict[str, float] = {}
     for dtype, allowed in ATTENTION_DIFFERENCE.items():
         for lengths, window in (((300, 40, 500), 0), ((300, 40, 500), 100), ((90, 200), 0)):
@@ -112,8 +116,9 @@ def attention_agrees(device: torch.device) -> dict[str, Any]:
 
 
 def states_agree(device: torch.device) -> dict[str, Any]:
-    """Documents captured in one packed row, against transformers' own forward of each alone on the
-    CPU in float64, of the same weights; with softcaps and windows too."""
+    """Documents captured in one packed row, and alternatives of them, against transformers' own
+    forward of each alone on the CPU in float64, of the same weights; with softcaps and windows too.
+    """
     differences: dict[str, float] = {}
     contract: Any = SimpleNamespace(capture_layers=(1, 2, 4))
     documents = [torch.randint(0, 512, (length,)).tolist() for length in (300, 7, 1, 120)]
@@ -135,7 +140,32 @@ def states_agree(device: torch.device) -> dict[str, Any]:
                     worst = max(worst, float(apart.max()))
             differences[case] = worst
             assert worst < allowed, f"{case}: differs by {worst}"
+            case = f"{case}, alternatives"
+            differences[case] = worst = _alternatives_apart(ours, exact, documents)
+            assert worst < allowed, f"{case}: differs by {worst}"
     return {"largest_differences": differences}
+
+
+def _alternatives_apart(
+    ours: LoadedTarget, exact: LoadedTarget, documents: list[list[int]]
+) -> float:
+    """Largest relative distance of three documents' alternatives, in rows of 64, from `exact`."""
+    places = torch.tensor([0, 3, 6])
+
+    def draw(number: int, final: Tensor) -> tuple[Tensor, Tensor]:
+        at = places * (len(final) // 7)
+        return at, (at + torch.tensor([[17], [number]])) % 512
+
+    worst, documents = 0.0, [document for document in documents if len(document) > 6]
+    captured = capture_alternatives(ours, documents, draw, together=64)
+    for number, (document, (_, final, others)) in enumerate(zip(documents, captured, strict=True)):
+        at, token_ids = draw(number, final)
+        for ids, states in zip(token_ids.tolist(), others.final_states, strict=True):
+            for place, token, state in zip(at.tolist(), ids, states, strict=True):
+                right = capture_alone(exact, [*document[:place], token])[1][-1]
+                apart = (state.cpu().double() - right).norm() / right.norm()
+                worst = max(worst, float(apart))
+    return worst
 
 
 def step_agrees(device: torch.device) -> dict[str, Any]:
@@ -160,14 +190,19 @@ def step_agrees(device: torch.device) -> dict[str, Any]:
         ids = torch.randint(0, vocabulary, (length,), generator=generator, dtype=torch.int32)
         mask = (torch.arange(length) > length // 3).to(torch.uint8)
         positions = teacher_positions(mask)
-        parts = draw(length, 3 * hidden), draw(len(positions), hidden), positions
-        samples.append(StatesSample(f"{length}", "drawn", ids, mask, *parts))
+        finals = len(positions)
+        parts = draw(length, 3 * hidden), draw(finals, hidden), positions
+        others = torch.randint(0, vocabulary, (finals, 2), generator=generator, dtype=torch.int32)
+        sample = StatesSample(f"{length}", "drawn", ids, mask, *parts)
+        states = draw(finals, 2 * hidden)
+        samples.append(replace(sample, alternative_ids=others, alternative_states=states))
     batch = pack_samples(samples)
     weights = draw(vocabulary, hidden), draw(vocabulary, hidden)
 
     def model(dtype: torch.dtype, compiled: bool) -> TttModel:
         head = random_head(config, torch.arange(0, vocabulary, 2), scale=4)
         options: dict[str, Any] = {"max_length": 256, "dtype": dtype, "compiled": compiled}
+        options["alternative_weight"] = 1.0
         return TttModel(head.to(dtype), *weights, Objective(STEPS, 0.8), **options)
 
     exact = model(torch.float64, compiled=False)
@@ -210,5 +245,11 @@ def _attended(
         past.append(written)
         outputs.append(output)
         leaves += step
+    starts = torch.tensor([0, *accumulate(lengths)])
+    others = rows[~torch.isin(rows, starts)]
+    replaced = UnrolledAttention(lengths, others.to(device), rotary, window=window, instead=True)
+    own = [draw(len(others), heads) for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS)]
+    leaves += own
+    outputs.append(replaced.attend(0, own[0], own[1], own[2], past[:1])[0])
     upper = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
     return [out.detach() for out in outputs] + list(torch.autograd.grad(outputs, leaves, upper))

@@ -247,7 +247,7 @@ class Instead(NamedTuple):
 
 def draw_alternatives(batch: TrainBatch, *, seed: int, weight: float) -> Instead | None:
     """One alternative of each label that is not predicted by the first row of its document; None
-    where the batch has none. A function of seed and batch number, as dropout is."""
+    where the batch has none. A function of seed and batch number on every device."""
     ids, states = batch.alternative_ids, batch.alternative_states
     if ids is None or states is None:
         return None
@@ -255,9 +255,8 @@ def draw_alternatives(batch: TrainBatch, *, seed: int, weight: float) -> Instead
     if not len(behind):
         return None
     number = random.Random(f"{seed}/alternatives/{batch.number}").getrandbits(63)
-    generator = torch.Generator(ids.device).manual_seed(number)
-    size, count = len(behind), ids.shape[1]
-    drawn = torch.randint(count, (size,), generator=generator, device=ids.device)
+    generator, count = torch.Generator().manual_seed(number), ids.shape[1]
+    drawn = torch.randint(count, behind.shape, generator=generator).to(ids.device)
     teachers = states.view(len(states), count, -1)[behind, drawn]
     return Instead(batch.labels[behind] - 2, ids[behind, drawn], teachers, weight)
 
