@@ -425,8 +425,9 @@ def _states_instead(
         for start in range(0, len(document), together):
             row = slice(start, start + together)
             _replaced[:] = [
-                (number, position[row][document[row] == number])
+                (number, block)  # whose scores are held at once
                 for number in range(int(document[row][0]), int(document[row][-1]) + 1)
+                for block in torch.split(position[row][document[row] == number], _BLOCK)
             ]
             states.append(_outputs(target, token_ids[row].tolist(), position[row], ())[1])
     finally:
@@ -436,8 +437,9 @@ def _states_instead(
 
 def _require_positions(target: LoadedTarget, tokens: int) -> None:
     if _counts_rows(decoder_of(target.model).config, tokens):
-        problem = "scales attention by the place in a row, which alternatives have not"
-        fix = "leave features.alternatives out"
+        problem = f"scales attention by the place in a row, of {tokens:,} tokens too, and an "
+        problem += "alternative has none"
+        fix = "lower features.batch_tokens where no sample is so long, or set alternatives: 0"
         raise TargetError(problem, where=str(target.directory), fix=fix)
 
 

@@ -219,7 +219,9 @@ def test_alternatives_are_what_hugging_face_says_after_other_tokens(
     """Four at each final state, all different, none the sample's own token."""
     from transformers import LlamaForCausalLM
 
-    run(ready(tmp_path, alternatives=4, encoding=encoding))
+    once = run(ready(tmp_path, alternatives=4, encoding=encoding))
+    again = run(ready(tmp_path / "again", alternatives=4, encoding=encoding))
+    assert [shard.sha256 for shard in once.shards] == [shard.sha256 for shard in again.shards]
     model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     for sample, state in zip(samples, read_all(tmp_path), strict=True):
         assert state.alternative_ids is not None and state.alternative_states is not None

@@ -74,8 +74,12 @@ def test_packed_states_and_the_teacher_are_those_of_transformers(family: str) ->
         torch.testing.assert_close(final.clone() @ rows.T, logits.clone(), rtol=1e-3, atol=1e-3)
 
 
-def test_alternatives_have_the_states_of_documents_that_hold_them(family: str) -> None:
-    """In rows of five, which cut documents apart, at the first and the last position too."""
+def test_alternatives_have_the_states_of_documents_that_hold_them(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rows of five, which cut documents apart, and blocks of two; at the first and the last
+    position too."""
+    monkeypatch.setattr(forward, "_BLOCK", 2)
     loaded = opened(family).load(attention=register_packed_attention())
     drawn = {
         number: (torch.tensor(sorted({0, len(ids) // 2, len(ids) - 1})), len(ids))
@@ -104,11 +108,13 @@ def test_alternatives_have_the_states_of_documents_that_hold_them(family: str) -
                 torch.testing.assert_close(state.clone(), own, rtol=1e-3, atol=1e-3)
 
 
-def test_soft_capped_attention_is_captured(tmp_path: Path, tiny_target: Path) -> None:
+def test_soft_capped_attention_is_captured(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gemma 2 without the cap on its logits, for which it is refused."""
     directory = str(save_family("gemma2", tmp_path, tiny_target))
     test_packed_states_and_the_teacher_are_those_of_transformers(directory)
-    test_alternatives_have_the_states_of_documents_that_hold_them(directory)
+    test_alternatives_have_the_states_of_documents_that_hold_them(directory, monkeypatch)
 
 
 def test_scores_are_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,18 +72,35 @@ def regressors(
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     rows = []
     for batch in batches:
-        tokens = embedding[batch.token_ids[batch.labels - 1]].double()
-        tokens = tokens / (tokens.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        rows.append(torch.cat((batch.aux_states[batch.labels - 2].double(), tokens), dim=-1))
+        read = [batch.token_ids[batch.labels - 1]]
+        if batch.alternative_ids is not None:
+            read += batch.alternative_ids.unbind(1)
+        for ids in read:
+            tokens = embedding[ids].double()
+            tokens = tokens / (tokens.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            rows.append(torch.cat((batch.aux_states[batch.labels - 2].double(), tokens), dim=-1))
     return torch.cat(rows).numpy()
 
 
+def with_alternatives(samples: list[StatesSample], count: int) -> list[StatesSample]:
+    """Tokens drawn anyhow, and states to match none."""
+    generator, made = torch.Generator().manual_seed(3), []
+    for sample in samples:
+        finals, hidden = sample.final_states.shape
+        ids = torch.randint(0, 40, (finals, count), generator=generator, dtype=torch.int32)
+        states = torch.randn(finals, count * hidden, generator=generator).bfloat16()
+        made.append(replace(sample, alternative_ids=ids, alternative_states=states))
+    return made
+
+
+@pytest.mark.parametrize("alternatives", [0, 2])
 @pytest.mark.parametrize("block", [1024, 7], ids=["one block", "blocks of seven"])
 def test_fc_and_the_product_of_values_are_the_ridge_solution(
     small_head: Eagle3Head,
     weights: TargetWeights,
     states: list[StatesSample],
     block: int,
+    alternatives: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With room for the full rank in the values, v and o give back B exactly."""
@@ -92,7 +109,7 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
     head = fresh(
         small_head, weights, num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 4
     )
-    batches = whole(states)
+    batches = whole(with_alternatives(states, alternatives) if alternatives else states)
     norm = head.norm.weight.detach().double().numpy()
     inverse = norm / (norm**2 + (0.05 * np.sqrt((norm**2).mean())) ** 2)
     fit = solve_least_squares(head, weights.embedding(), batches)
@@ -108,8 +125,12 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
         return solution
 
     def truth(some: list[TrainBatch]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        states = torch.cat([batch.teacher_states for batch in some]).double().numpy()
-        return np.asarray(states * inverse)
+        states = []
+        for batch in some:
+            states.append(batch.teacher_states)
+            if batch.alternative_states is not None:
+                states += batch.alternative_states.chunk(alternatives, dim=1)
+        return np.asarray(torch.cat(states).double().numpy() * inverse)
 
     held_out = [batch for number, batch in enumerate(batches) if number % 8 == 1]
     others = [batch for number, batch in enumerate(batches) if number % 8 != 1]
