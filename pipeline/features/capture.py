@@ -473,20 +473,15 @@ def _check_alternative(
 
 def _check_finite(samples: Sequence[Sample], captured: Sequence[_Captured]) -> None:
     """One look at a whole forward; only a bad one is searched."""
-    named = [
-        {
-            "aux states": aux,
-            "final states": final,
-            **({"alternatives": others.final_states} if others else {}),
-        }
+    whole = [
+        (aux, final, others.final_states) if others else (aux, final)
         for aux, final, others in captured
     ]
-    if bool(
-        torch.stack([torch.isfinite(each).all() for own in named for each in own.values()]).all()
-    ):
+    if bool(torch.stack([torch.isfinite(part).all() for parts in whole for part in parts]).all()):
         return
-    for sample, own in zip(samples, named, strict=True):
-        for name, states in own.items():
+    names = ("aux states", "final states", "alternatives")
+    for sample, parts in zip(samples, whole, strict=True):
+        for name, states in zip(names, parts, strict=False):
             if not torch.isfinite(states).all():
                 problem = f"the target's {name} hold NaN or infinity"
                 fix = "check the target's weights, or try target.dtype=float32"

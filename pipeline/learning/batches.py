@@ -278,7 +278,7 @@ class TrainBatch:
         teachers = map(Codec.decode_final, codecs, self.teacher_states.split_with_sizes(labels))
         others, ids = self.alternative_states, self.alternative_ids
         if others is not None and ids is not None:
-            decode = partial(Codec.decode_alternatives, count=ids.shape[1])
+            decode = partial(Codec.decode_final, count=ids.shape[1])
             others = _joined(list(map(decode, codecs, others.split_with_sizes(labels))))
         return _joined(list(aux)), _joined(list(teachers)), others
 

@@ -77,23 +77,15 @@ class Codec:
         """bf16 [T, L · H] → rows. Raises OutOfRange."""
         return self._encode(states, self.aux_layers, self._channels(slice(None, -1), states))
 
-    def encode_final(self, states: Tensor) -> Tensor:
-        """bf16 [S, H] → rows. Raises OutOfRange."""
-        return self._encode(states, 1, self._channels(slice(-1, None), states))
-
-    def encode_alternatives(self, states: Tensor, count: int) -> Tensor:
-        """bf16 [S, K · H], each a final state → rows; `count` is K. Raises OutOfRange."""
+    def encode_final(self, states: Tensor, count: int = 1) -> Tensor:
+        """bf16 [S, K · H] → rows of K = `count` final states. Raises OutOfRange."""
         return self._encode(states, count, self._channels(slice(-1, None), states))
 
     def decode_aux(self, rows: Tensor) -> Tensor:
         """Rows → bf16 [T, L · H], on the rows' device."""
         return self._decode(rows, self.aux_layers, self._channels(slice(None, -1), rows))
 
-    def decode_final(self, rows: Tensor) -> Tensor:
-        """Rows → bf16 [S, H], on the rows' device."""
-        return self._decode(rows, 1, self._channels(slice(-1, None), rows))
-
-    def decode_alternatives(self, rows: Tensor, count: int) -> Tensor:
+    def decode_final(self, rows: Tensor, count: int = 1) -> Tensor:
         """Rows → bf16 [S, K · H], on the rows' device."""
         return self._decode(rows, count, self._channels(slice(-1, None), rows))
 

@@ -112,7 +112,7 @@ class StatesSample:
             return self
         others, ids = self.alternative_states, self.alternative_ids
         if others is not None and ids is not None:
-            others = self.codec.decode_alternatives(others, ids.shape[1])
+            others = self.codec.decode_final(others, ids.shape[1])
         return replace(
             self,
             aux_states=self.codec.decode_aux(self.aux_states),
@@ -578,13 +578,12 @@ def encode_states(
     final_rows = _encoded(codec.encode_final, final, final_offsets, samples, encoding)
     other_rows = None
     if others:
-        encode = partial(codec.encode_alternatives, count=others[0].shape[1])
+        encode = partial(codec.encode_final, count=others[0].shape[1])
         other_rows = _encoded(encode, others[1], final_offsets, samples, encoding)
-    short = not len(token_ids) or int(token_ids.max()) < _SHORT_IDS
     tensors = {
         "token_offsets": token_offsets,
         "final_offsets": final_offsets,
-        "token_ids": token_ids.to(torch.uint16) if short else token_ids,
+        "token_ids": _stored_ids(token_ids),
         "aux_states": aux_rows,
         "final_states": final_rows,
         MASK: torch.from_numpy(np.packbits(supervised_mask.numpy())),
@@ -593,9 +592,7 @@ def encode_states(
     if codec.channels is not None:
         tensors["channel_scales"] = codec.channels
     if others and other_rows is not None:
-        ids = others[0]
-        short = not ids.numel() or int(ids.max()) < _SHORT_IDS
-        tensors["alternative_ids"] = ids.to(torch.uint16) if short else ids
+        tensors["alternative_ids"] = _stored_ids(others[0])
         tensors["alternative_states"] = other_rows
     listed: list[dict[str, Any]] = [
         {"sample_id": sample.sample_id, "source": sample.source} for sample in samples
@@ -604,6 +601,12 @@ def encode_states(
         entry["agreement"] = dict(agreement)
     listing = {"format": STATES_FORMAT, "encoding": encoding, "samples": listed}
     return save(tensors, metadata={METADATA: canonical_json(listing)})
+
+
+def _stored_ids(token_ids: Tensor) -> Tensor:
+    """As two bytes each, where all of them fit."""
+    fit = not token_ids.numel() or int(token_ids.max()) < _SHORT_IDS
+    return token_ids.to(torch.uint16) if fit else token_ids
 
 
 def _joined_alternatives(samples: list[StatesSample]) -> tuple[Tensor, Tensor] | None:

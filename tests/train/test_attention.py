@@ -158,13 +158,10 @@ INSTEAD = {name: rows[~torch.isin(rows, torch.tensor([0, 9, 28]))] for name, row
 
 
 def replaced(
-    lengths: tuple[int, ...],
-    rows: Tensor,
-    rotary: RotaryTable,
-    steps: list[list[Tensor]],
-    window: int = 0,
+    rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]], window: int = 0
 ) -> list[Tensor]:
     """Step 0 of rows whose own key is another one; of the documents' step 0 only keys are read."""
+    lengths = (9, 19, 10)
     (_, key, value), (query, *own), *_ = steps
     every = UnrolledAttention(lengths, torch.arange(sum(lengths)), rotary)
     _, first = every.attend(0, query.new_zeros(sum(lengths), QUERY_HEADS, SIZE), key, value, [])
@@ -180,7 +177,7 @@ def test_rows_that_read_another_token_see_its_key_in_place_of_their_own(
     """Each row is a sequence of its own here: what was before it, then the other key."""
     for module in ("learning.window", "learning.blocked"):
         monkeypatch.setattr(f"pipeline.{module}.WINDOW_STEP", 3)
-    lengths, rotary = (9, 19, 10), rotary_of(small_head)
+    rotary = rotary_of(small_head)
     (_, key, value), (query, other_key, other_value), *_ = steps = inputs(38, rows, 2)
     expected = [query[:0]]
     for number, row in enumerate(rows.tolist()):
@@ -192,7 +189,7 @@ def test_rows_that_read_another_token_see_its_key_in_place_of_their_own(
         last, alone = torch.tensor([row - start]), (row - start + 1,)
         attention = UnrolledAttention(alone, last, rotary, window)
         expected.append(attention.attend(0, query[number : number + 1], own[0], own[1], [])[0])
-    actual = replaced(lengths, rows, rotary, steps, window)
+    actual = replaced(rows, rotary, steps, window)
     used = [[key, value], [query, other_key, other_value]]
     if len(rows):
         assert_equal(actual, [torch.cat(expected)], used)
@@ -233,10 +230,10 @@ def test_flex_attention_joined_by_log_sum_exp_equals_blocks(
 def test_flex_attention_of_rows_that_read_another_token_equals_blocks(
     small_head: Eagle3Head, rows: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths, rotary, steps = (9, 19, 10), rotary_of(small_head), inputs(38, rows, 2)
-    by_flex = replaced(lengths, rows, rotary, steps)
+    rotary, steps = rotary_of(small_head), inputs(38, rows, 2)
+    by_flex = replaced(rows, rotary, steps)
     monkeypatch.setattr("pipeline.learning.flex.has_kernel", lambda device, size: False)
-    in_blocks = replaced(lengths, rows, rotary, steps)
+    in_blocks = replaced(rows, rotary, steps)
     if len(rows):
         assert_equal(by_flex, in_blocks, [steps[0][1:], steps[1]])
 

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.config import TrainSection
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.eagle3.ttt import Instead, TttModel, draw_alternatives, unroll
+from pipeline.heads.eagle3.ttt import (
+    Instead,
+    TttModel,
+    draw_alternatives,
+    trained_model,
+    unroll,
+)
 from pipeline.heads.unrolled import (
     Objective,
     Unroll,
@@ -274,6 +281,19 @@ def test_alternatives_teach_what_the_target_says_after_them(small_head: Eagle3He
     parameters = list(small_head.parameters())
     gradients = (torch.autograd.grad(loss, parameters) for loss in (beside.loss, expected))
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
+
+
+def test_a_configuration_says_what_alternatives_weigh(small_head: Eagle3Head) -> None:
+    batch = pack_samples(with_alternatives()).to(torch.device("cpu"), torch.float32)
+    fixed, head = constants(torch.float32), small_head.float()
+
+    def loss(weight: float) -> float:
+        section = TrainSection(ttt_steps=STEPS, alternative_weight=weight)
+        options: dict[str, Any] = {"max_length": 12, "dtype": torch.float32, "seed": 0}
+        return float(trained_model(section, head, *fixed, **options)(batch).loss.detach())
+
+    without, half, whole = loss(0), loss(0.5), loss(1)
+    assert without + 0.1 < half and whole - without == pytest.approx(2 * (half - without), rel=1e-4)
 
 
 def test_other_batches_draw_other_alternatives(small_head: Eagle3Head) -> None:
