@@ -350,8 +350,8 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
                 rows,
                 pages=max(held),
                 emitted=drafting.depth + 1 if drafting else 1,
-                state=drafting.state if drafting else None,
                 device=device,
+                drafter=drafting,
             )
             batch.open(*(each.to(device) for each in (table, whole, whole, real, real + 1)))
             verify = gpu.imposed() if drafting else None

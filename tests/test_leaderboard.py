@@ -60,7 +60,8 @@ def test_every_experiment_makes_a_configuration() -> None:
     for experiment in experiments[1:]:
         changed = configured(BASE, experiment, drawn)
         stages = [
-            (each.target, each.synth, each.features, each.train) for each in (changed, default)
+            (each.target, each.synth, each.features, each.train, each.eval)
+            for each in (changed, default)
         ]
         assert experiment.about.endswith(".")
         assert experiment.peer or stages[0] != stages[1], experiment.name

@@ -25,12 +25,20 @@ from bench.leaderboard.peers import train_peer
 from bench.leaderboard.results import CellResult, PromptResult
 from bench.leaderboard.usage import Trained, Usage, children_usage, run_measured
 from bench.report import commit, processor
-from pipeline.config import RunConfig, SourceSpec, TreeSection, load, prepare_process
+from pipeline.config import (
+    DrafterSection,
+    RunConfig,
+    SourceSpec,
+    TreeSection,
+    load,
+    prepare_process,
+)
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics
-from pipeline.errors import StageConflict, TargetError
-from pipeline.heads.registry import algorithm_of, load_head
+from pipeline.drafters.registry import drafter_name, load_drafter
+from pipeline.errors import ConfigError, StageConflict, TargetError
+from pipeline.heads.registry import load_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Manifest, Prompt, Stage, digest
 from pipeline.runtime import run_side_by_side
@@ -95,7 +103,9 @@ class Bench:
                 raise StageConflict(problem, where=str(done), fix=fix)
             return result
         self._link_data(experiment, cell)
-        if experiment.peer:
+        if config.eval.drafter.lookup is not None:
+            trained = self._head_of(experiment.against, cell)
+        elif experiment.peer:
             trained = train_peer(config, experiment, self._peer_python)
         else:
             trained = self._train(config, overrides)
@@ -132,6 +142,19 @@ class Bench:
         if same:  # states of another kind, of the same samples
             (fresh / "synth").symlink_to(os.path.relpath(same[0] / "synth", fresh))
         return fresh
+
+    def _head_of(self, row: str, cell: Path) -> Trained:
+        """The head that another row has trained on the same tokens, which must be measured."""
+        other = self._folder / row / cell.name
+        if not (other / RESULT).is_file():
+            problem, fix = f"row {row} has no head for {cell.name} yet", f"add {row} to --rows"
+            raise ConfigError(problem, where="--rows", fix=fix)
+        own = CellResult.parse((other / RESULT).read_bytes(), where=str(other / RESULT), fix="")
+        for name in ("train", "head"):  # a peer's is in the latter
+            if (other / name).exists() and not (cell / name).is_symlink():
+                (cell / name).symlink_to(os.path.relpath(other / name, cell))
+        usage = Usage(own.cpu_hours, own.peak_gb)
+        return Trained(usage, own.data_tokens, own.trained_tokens, own.parameters)
 
     def _train(self, config: RunConfig, overrides: Sequence[str]) -> Trained:
         usage = self._run("train", overrides)
@@ -184,8 +207,10 @@ class Bench:
                 dtype=target.dtype,
                 max_length=max(len(request.prompt_ids) for request in requests) + self._new_tokens,
             )
-        drafter = algorithm_of(head).drafting.make_drafter(head, self._model, TREE)
-        engine = Engine(self._model, drafter=drafter, slots=_SLOTS)
+        section = DrafterSection(name=drafter_name(head), lookup=config.eval.drafter.lookup)
+        factory = load_drafter(section, self._model, target, head)
+        assert factory is not None
+        engine = Engine(self._model, drafter=factory(TREE), slots=_SLOTS)
         done: dict[str, Statistics] = {}
         for completion in engine.generate(requests):
             if error := completion.error:

@@ -176,23 +176,29 @@ class DrafterSection(Section):
     """One of those that `eagle3 drafters` lists, or one that an installed package registers. Its
     settings stand beside the name."""
 
+    lookup: NgramSection | None = None
+    """Looks up beside the drafter what followed the last tokens before, in the request or a corpus;
+    the nodes of both compete for the tree. {}: with the settings of ngram as they are. null: the
+    drafter alone."""
+
     @model_validator(mode="before")
     @classmethod
     def _check_settings(cls, value: Any) -> Any:
         """The settings checked and completed with their defaults."""
         if not isinstance(value, Mapping):
             return value
-        settings = {key: each for key, each in value.items() if key != "name"}
+        ours = {key: each for key, each in value.items() if key in cls.model_fields}
+        settings = {key: each for key, each in value.items() if key not in ours}
         name = value.get("name", "eagle3")
         section = _settings_of(name, settings)
         if section is None:
             return value  # the name is refused next
         for key in settings.keys() - section.model_fields.keys():
-            known = list(section.model_fields)
+            known = [*section.model_fields, "lookup"]
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+            fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
             raise ValueError(f"drafter {name} has no setting {key!r}; {fix}")
-        return {"name": name, **section.model_validate(settings).model_dump()}
+        return {**ours, "name": name, **section.model_validate(settings).model_dump()}
 
     @field_validator("name")
     @classmethod
@@ -200,6 +206,15 @@ class DrafterSection(Section):
         if name not in DRAFTERS and _entry_point(name) is None:
             raise ValueError("no drafter has this name; `eagle3 drafters` lists them")
         return name
+
+    @model_validator(mode="after")
+    def _looks_up_beside_something(self) -> DrafterSection:
+        if self.lookup is not None and self.name in ("none", "ngram"):
+            raise ValueError(
+                f"drafter {self.name} has no lookup beside it; leave lookup out"
+                + (", its own settings stand beside the name" if self.name == "ngram" else "")
+            )
+        return self
 
     def settings(self, kind: type[SettingsT]) -> SettingsT:
         """The drafter's settings, as its own section."""

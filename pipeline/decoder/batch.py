@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ class RowState:
 
     size: int
     dtype: torch.dtype
+
+
+class RowMemory(Protocol):
+    """What a drafter keeps of each row, besides keys and values."""
+
+    state: RowState | None  # in batch.drafter_state
+    history: int  # tokens, in batch.history; 0: it looks none up
+    drafter_pages: int  # pages of its own pool
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +77,7 @@ class DecodeBatch:
     top_k: Tensor  # [S]
     seeds: Tensor  # [S]
     drafter_state: Tensor  # [S, M] what the drafter keeps of each row from round to round
+    history: Tensor  # [S, E] tokens up to the root, for drafters that look them up
     emitted: Tensor  # [S, E] tokens of the last round
     counts: Tensor  # [S] how many of them
     proposed: Tensor  # [S, 2] nodes that the round drafted, and the depth of the deepest
@@ -81,28 +90,27 @@ class DecodeBatch:
         *,
         pages: int,
         emitted: int,
-        state: RowState | None,
         device: torch.device,
-        drafter_pages: int = 0,
+        drafter: RowMemory | None = None,
     ) -> DecodeBatch:
-        """Inert rows of `pages` pages, `drafter_pages` of the drafter's pool; `state` of each row,
-        `emitted` tokens a round."""
+        """Inert rows of `pages` pages, with what the drafter keeps, `emitted` tokens a round."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
-        state = state or RowState(0, torch.float32)
+        state = (drafter and drafter.state) or RowState(0, torch.float32)
         return cls(
             roots=zeros(),
             seq_lens=zeros(),
             active=zeros(),
             block_table=zeros(pages),
-            drafter_block_table=zeros(drafter_pages),
+            drafter_block_table=zeros(drafter.drafter_pages if drafter else 0),
             temperature=zeros(dtype=torch.float32),
             top_p=zeros(dtype=torch.float32),
             top_k=zeros(),
             seeds=zeros(),
             drafter_state=zeros(state.size, dtype=state.dtype),
+            history=zeros(drafter.history if drafter else 0),
             emitted=zeros(emitted),
             counts=zeros(),
             proposed=zeros(2),

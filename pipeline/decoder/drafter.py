@@ -8,6 +8,7 @@ joined, moved and dropped without its help, and one drafter can serve several en
     drafter_kv    on `drafter_pages` pages of a second pool, which a row holds from its first token
                   to its last: `batch.drafter_block_table` names them
     state         one vector a row, in batch.drafter_state
+    history       a row's tokens, which the drafter writes, in batch.history
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import BatchTrees, TreeSection
-from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
+from pipeline.decoder.batch import DecodeBatch, RowMemory, RowState, TokenRows
 from pipeline.decoder.kv import DrafterMemory, Planes, PlaneShape
 from pipeline.decoder.ops.draft import Candidates
 
@@ -63,13 +64,12 @@ class DraftWork(NamedTuple):
     weight_bytes: int | None = None  # of a parameter; None: as the type's
 
 
-class Drafter(DrafterMemory, Protocol):
+class Drafter(DrafterMemory, RowMemory, Protocol):
     """Proposes a tree below the last token of each row."""
 
     depth: int  # deepest node of any tree it proposes
     nodes: int  # nodes of its largest tree, root included
     lookahead: int  # entries behind the committed ones that drafting writes
-    state: RowState | None  # what it keeps of each row, in batch.drafter_state
 
     def shape_for(self, rows: int) -> TreeSection | None:
         """Which tree it drafts for a batch of this size; None: the round is a plain one."""
@@ -127,6 +127,7 @@ class TreeDrafter:
     """What most drafters have alike: shapes by batch size, and memory that they do not need."""
 
     state: RowState | None = None
+    history: int = 0
     planes: tuple[PlaneShape, ...] = ()
     drafter_kv: tuple[PlaneShape, ...] = ()
     drafter_pages: int = 0
@@ -184,6 +185,8 @@ class DrafterFactory:
     from_context: int = 0
     #: The same drafter with other settings, the smallest first, to pick one from; none: itself.
     choices: tuple[DrafterFactory, ...] = ()
+    #: The same drafter alone, where it looks up as well.
+    without_lookup: DrafterFactory | None = None
 
     def __call__(self, trees: Trees) -> Drafter:
         return self.make(trees)

@@ -131,9 +131,8 @@ class Engine:
                 slots,
                 pages=row_pages,
                 emitted=emitted,
-                state=drafter.state if drafter else None,
                 device=device,
-                drafter_pages=self._drafter_pages,
+                drafter=drafter,
             )
             for _ in range(2)
         )

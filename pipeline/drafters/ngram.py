@@ -56,7 +56,7 @@ from torch import Tensor
 
 from pipeline.config import NgramSection, TreeSection
 from pipeline.console import notice
-from pipeline.decoder.batch import DecodeBatch, RowState
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
@@ -70,7 +70,7 @@ from pipeline.target.open import Target
 class NgramDrafter(TreeDrafter):
     """Proposes what followed earlier occurrences of the last tokens.
 
-    Row b's state is its tokens 0 … L, the root being the last; whatever stands behind is never
+    Row b's history is its tokens 0 … L, the root being the last; whatever stands behind is never
     looked at.
     """
 
@@ -89,7 +89,7 @@ class NgramDrafter(TreeDrafter):
         ]
         self.nodes = max(proposed, default=1)
         self.lookahead = 1  # drafting writes no entry
-        self.state = RowState(model.max_length + HEADROOM, torch.int64)
+        self.history = model.max_length + HEADROOM
         #: Whether values may be looked at: on a CPU rounds are never captured.
         self.looks = model.device.type == "cpu"
 
@@ -99,7 +99,7 @@ class NgramDrafter(TreeDrafter):
 
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         del planes
-        history, rows, last = batch.drafter_state, read.rows, batch.drafter_state.shape[1] - 1
+        history, rows, last = batch.history, read.rows, batch.history.shape[1] - 1
         place = batch.seq_lens[rows.row] + rows.within
         # Padding is written, too; what follows the last valid token goes over it.
         history[rows.row, place.clamp(max=last)] = read.tokens
@@ -109,7 +109,7 @@ class NgramDrafter(TreeDrafter):
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         del planes
-        history, seq_lens = batch.drafter_state, batch.seq_lens
+        history, seq_lens = batch.history, batch.seq_lens
         max_match, most = self._section.max_match, self._section.matches
         if self.looks:
             history = history[:, : max(int(seq_lens.max()) + 1, most)]

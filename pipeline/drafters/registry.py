@@ -42,6 +42,19 @@ def load_drafter(
     """
     if section.name == "none":
         return None
+    factory = _load_alone(section, model, target, head)
+    if section.lookup is None:
+        return factory
+    from pipeline.drafters.lookup import with_lookup
+    from pipeline.drafters.ngram import load_corpus
+
+    return with_lookup(factory, model, section.lookup, load_corpus(section.lookup, model, target))
+
+
+def _load_alone(
+    section: DrafterSection, model: DecoderModel, target: Target, head: DraftingHead | None
+) -> DrafterFactory:
+    """Without the lookup beside it."""
     if (make := _untrained().get(section.name)) is not None:
         return make(section, model, target)
     head = _check_head(section, head)

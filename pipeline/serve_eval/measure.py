@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipeline.config import RivalSection, RunConfig, TreeSection
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.decoder.drafter import Trees
+from pipeline.decoder.drafter import DrafterFactory, Trees
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
@@ -157,6 +157,11 @@ class Comparison:
             plainly = "tree: one node, plain decoding: no tree is predicted to be faster"
             notice("eval", f"{plainly}; the drafter is measured on the default tree")
         return choice
+
+    @property
+    def alone(self) -> DrafterFactory:
+        """What is measured without a lookup beside it, as servers draft."""
+        return self.factory.without_lookup or self.factory
 
     @property
     def trees(self) -> dict[int, TreeSection | None]:

@@ -60,7 +60,7 @@ def replay_shapes(
     if not section.shapes or not chosen:
         return ReplayedShapes((), {}, {})
     shapes = list(dict.fromkeys((*section.shapes, own.tree)))
-    reasons = {shape: _obstacle(own.factory, shape) for shape in shapes}
+    reasons = {shape: _obstacle(own.alone, shape) for shape in shapes}
     left_out = {shape.label: reason for shape, reason in reasons.items() if reason}
     for name, reason in left_out.items():
         notice("eval", f"shape {name} is left out: {reason}")
@@ -78,7 +78,8 @@ def replay_shapes(
                     earlier.accepted_at | reply.accepted_at,
                     earlier.margins or reply.margins,
                 )
-    records = (_record(shape, replies, own=shape == own.tree) for shape in drafted)
+    measured = own.tree if own.alone is own.factory else None
+    records = (_record(shape, replies, own=shape == measured) for shape in drafted)
     return ReplayedShapes(tuple(each for each in records if each), left_out, replies)
 
 
@@ -147,7 +148,7 @@ def replay_group(
     try:
         traces = trace(
             own.model,
-            own.factory(widest),
+            own.alone(widest),
             [question.context for question in questions],
             new_tokens,
             widest,

@@ -378,6 +378,13 @@ def golden_figure(
     ]
     with_shapes = [item for item in usable if item.question.request_id in replayed.replies]
     without = [item for item in usable if item.question.request_id not in replayed.replies]
+    if config.eval.drafter.lookup is not None:  # no server has one: replays are without it
+        with_shapes = [
+            item
+            for item in with_shapes
+            if tree.label in replayed.replies[item.question.request_id].counters
+        ]
+        without = []
     picked = evenly(with_shapes, _GOLDEN_PROMPTS)
     picked += evenly(without, _GOLDEN_PROMPTS - len(picked))
     chosen = []

@@ -164,6 +164,7 @@ def _drafting_metadata(config: RunConfig, target: Target, trees: BatchTrees) -> 
     contract = target.contract
     if (
         golden is None
+        or config.eval.drafter.lookup is not None  # golden rounds are without one
         or golden.target_fingerprint not in (contract.fingerprint, contract.sampled_fingerprint)
         or (head, config.eval.drafter.name) != (golden.head_fingerprint, golden.drafter)
         or golden.tree != tree

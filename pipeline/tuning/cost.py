@@ -208,14 +208,9 @@ def open_batch(
     pools = Pools(
         model.plane_shape, drafter, pages=rows * pages + 1, rows=rows, device=model.device
     )
-    state, width = (drafter.state, drafter.drafter_pages) if drafter else (None, 0)
-    batch = DecodeBatch.empty(
-        rows, pages=pages, emitted=emitted, state=state, device=device, drafter_pages=width
-    )
+    batch = DecodeBatch.empty(rows, pages=pages, emitted=emitted, device=device, drafter=drafter)
     block_table = torch.arange(1, pools.shared.pages, device=device).view(rows, pages)
-    drafter_block_table = torch.arange(1, pools.drafter_pages.pages, device=device).view(
-        rows, width
-    )
+    drafter_block_table = torch.arange(1, pools.drafter_pages.pages, device=device).view(rows, -1)
     zeros = torch.zeros(rows, dtype=torch.int64, device=device)
     batch.open(block_table, zeros, zeros, zeros, zeros + 1, drafter_block_table)
     return batch, pools.planes

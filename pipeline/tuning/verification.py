@@ -33,9 +33,7 @@ def log_probabilities(
     tokens = torch.tensor([*prompt_ids, *reply_ids[:-1]], device=model.device)  # [T]
     allocator = PageAllocator(pages_for(len(tokens)) + 1, device=model.device)
     (plane,) = allocator.planes((model.plane_shape,))
-    batch = DecodeBatch.empty(
-        1, pages=allocator.capacity, emitted=0, state=None, device=model.device
-    )
+    batch = DecodeBatch.empty(1, pages=allocator.capacity, emitted=0, device=model.device)
     batch.block_table.copy_(torch.arange(1, allocator.pages, device=model.device))
     metadata = batch.metadata(model.ops, model.rotary, TokenRows.even(1, len(tokens), model.device))
     output = model.forward(tokens, metadata, plane)

@@ -99,15 +99,14 @@ def open_rows(
 
     `spare` inert rows stand behind them.
     """
-    state, private = (drafter.state, drafter.drafter_pages) if drafter else (None, 0)
+    private = drafter.drafter_pages if drafter else 0
     assert rows <= DRAFTER_ROWS
     batch = DecodeBatch.empty(
         rows + spare,
         pages=pages,
         emitted=emitted,
-        state=state,
         device=model.device,
-        drafter_pages=private,
+        drafter=drafter,
     )
     order = 1 + torch.randperm(rows * pages, generator=torch.Generator().manual_seed(9))
     zeros = torch.zeros(rows, dtype=torch.int64)
@@ -191,3 +190,31 @@ def head(model: DecoderModel) -> Eagle3Head:
     chosen = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60]
     # Scaled, so that attention and positions weigh something.
     return random_head(model.config, chosen.sort().values, intermediate_size=64, seed=3, scale=12)
+
+
+@pytest.fixture(scope="module")
+def looping(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    """A target that says nearly the same behind a token wherever it stands, and so runs into loops;
+    it reads long prompts, too."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name:
+            parameter.data.mul_(0.01)
+    directory = tmp_path_factory.mktemp("looping")
+    model.save_pretrained(directory)
+    device = torch.device("cpu")
+    return DecoderModel.load(
+        directory, (1, 2, 3), device=device, dtype=torch.float32, max_length=2200
+    )

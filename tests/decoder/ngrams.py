@@ -95,7 +95,7 @@ def nodes_of(candidates: Candidates, row: int) -> dict[Branch, float]:
 
 
 def row_of_tokens(histories: Sequence[Sequence[int]], size: int) -> tuple[Tensor, Tensor]:
-    """State [B, size] with garbage behind, and seq_lens [B]."""
+    """History [B, size] with garbage behind, and seq_lens [B]."""
     generator = torch.Generator().manual_seed(3)
     state = torch.randint(0, 4, (len(histories), size), generator=generator)
     for row, history in enumerate(histories):
@@ -132,11 +132,10 @@ def mixed_requests(count: int, stop_ids: tuple[int, ...] = ()) -> list[Request]:
 
 def batch_of(drafter: NgramDrafter, histories: Sequence[Sequence[int]]) -> DecodeBatch:
     """Rows with these tokens, the last of each being the root."""
-    state, device = drafter.state, torch.device("cpu")
-    assert state is not None
-    batch = DecodeBatch.empty(len(histories), pages=1, emitted=1, state=state, device=device)
-    tokens, seq_lens = row_of_tokens(histories, state.size)
-    batch.drafter_state.copy_(tokens)
+    size, device = drafter.history, torch.device("cpu")
+    batch = DecodeBatch.empty(len(histories), pages=1, emitted=1, device=device, drafter=drafter)
+    tokens, seq_lens = row_of_tokens(histories, size)
+    batch.history.copy_(tokens)
     batch.seq_lens.copy_(seq_lens)
     batch.roots.copy_(torch.tensor([history[-1] for history in histories]))
     return batch

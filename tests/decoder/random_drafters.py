@@ -17,6 +17,7 @@ from pipeline.config import NgramSection
 from pipeline.decoder.drafter import Drafter, Trees
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.layer import PAGE, Float8Rows
+from pipeline.drafters.lookup import LookupDrafter
 from pipeline.drafters.ngram import NgramDrafter
 from pipeline.drafters.self_spec import SnapKvDrafter, StreamingDrafter
 from pipeline.drafters.standalone import StandaloneDrafter
@@ -29,7 +30,10 @@ from pipeline.heads.init import random_init, shape_for
 from pipeline.heads.mtp.drafter import ChainedDrafter
 from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 
-DRAFTERS = "eagle3", "mtp", "dflash", "dspark", "ngram", "standalone", "streaming", "snapkv"
+DRAFTERS = (
+    *("eagle3", "mtp", "dflash", "dspark", "ngram", "standalone", "streaming", "snapkv"),
+    "eagle3 and lookup",
+)
 
 
 def in_float8(head: Eagle3Head) -> Eagle3Head:
@@ -86,5 +90,8 @@ def every_drafter(model: DecoderModel) -> Mapping[str, Callable[[Trees], Drafter
         lambda trees: StandaloneDrafter(small, model, trees),
         lambda trees: StreamingDrafter(model, trees, budget=PAGE + 20),
         lambda trees: SnapKvDrafter(model, trees, budget=40, recent=16, window=8, pool=3),
+        lambda trees: LookupDrafter(
+            Eagle3Drafter(eagle3, model, trees), NgramDrafter(model, trees, NgramSection())
+        ),
     ]
     return dict(zip(DRAFTERS, makers, strict=True))

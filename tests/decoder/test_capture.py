@@ -218,9 +218,7 @@ def test_a_freed_input_is_seen(gpu: FakeGpu) -> None:
     engine = Engine(llama_8b(256, gpu.ops, layers=8), slots=2)
     (graph, *_) = gpu.graphs
     graph.replay()
-    engine._batch = engine._rounds._batch = DecodeBatch.empty(
-        2, pages=1, emitted=1, state=None, device=META
-    )
+    engine._batch = engine._rounds._batch = DecodeBatch.empty(2, pages=1, emitted=1, device=META)
     gc.collect()
     with pytest.raises(NotCapturable, match="have been freed"):
         graph.replay()
@@ -303,7 +301,7 @@ def test_prompts_are_not_written_over_a_copy_under_way(copies: PinnedCopies) -> 
 
 
 def test_tokens_are_not_read_before_their_copy_has_ended(copies: PinnedCopies) -> None:
-    batch = DecodeBatch.empty(2, pages=1, emitted=3, state=None, device=META)
+    batch = DecodeBatch.empty(2, pages=1, emitted=3, device=META)
     copy_to_host(batch).wait()
     pending: Any = copy_to_host(batch)
     pending._arrived = None

@@ -181,7 +181,7 @@ def test_the_state_holds_prompt_and_reply(model: DecoderModel) -> None:
         rows = {each.request.request_id: row for row, each in enumerate(engine._running)}
         assert rows
         for name, row in rows.items():
-            seen = engine._batch.drafter_state[row, : int(engine._batch.seq_lens[row]) + 1]
+            seen = engine._batch.history[row, : int(engine._batch.seq_lens[row]) + 1]
             shortest = min(len(seen), len(whole[name]))
             assert seen[:shortest].tolist() == whole[name][:shortest]
             assert seen[-1] == engine._batch.roots[row]
@@ -194,7 +194,7 @@ def test_what_stands_behind_a_row_does_not_matter(model: DecoderModel) -> None:
     drafts = []
     for garbage in (0, 9, 2):
         batch = open_rows(model, 1, pages=4, drafter=drafter)
-        batch.drafter_state.fill_(garbage)
+        batch.history.fill_(garbage)
         planes = poisoned_planes(model, 5, drafter)
         prefill_prompt(model, planes, drafter, batch, prompt)
         for _ in range(3):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.engine import Engine
@@ -86,34 +85,6 @@ def test_a_seed_draws_what_it_draws_plainly(
     assert max(gaps) > 1e-2, "other numbers draw other tokens"
 
 
-@pytest.fixture(scope="module")
-def looping(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
-    """A target that says nearly the same behind a token wherever it stands, and so runs into loops;
-    it reads long prompts, too."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        if "o_proj" in name:
-            parameter.data.mul_(0.01)
-    directory = tmp_path_factory.mktemp("looping")
-    model.save_pretrained(directory)
-    device = torch.device("cpu")
-    return DecoderModel.load(
-        directory, (1, 2, 3), device=device, dtype=torch.float32, max_length=2200
-    )
-
-
 @pytest.mark.parametrize("slots", [1, 3])
 def test_text_that_repeats_takes_few_rounds(looping: DecoderModel, slots: int) -> None:
     prompts = [tuple(random_tokens(20, seed=n).tolist()) for n in range(4)]
@@ -133,7 +104,7 @@ def test_a_long_context(looping: DecoderModel) -> None:
     planes = poisoned_planes(model, 40, drafter)
     batch = open_rows(model, 1, pages=36, drafter=drafter)
     prefill_prompt(model, planes, drafter, batch, prompt)
-    batch.drafter_state[0, len(prompt)] = phrase[3]  # as if the target had gone on so
+    batch.history[0, len(prompt)] = phrase[3]  # as if the target had gone on so
     drafted = drafter.candidates(batch, planes, TREE)
     assert (*phrase[4:],) in nodes_of(drafted, 0)
     requests = [Request("long", tuple(prompt.tolist()), 40, ())]

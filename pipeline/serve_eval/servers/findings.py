@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
-from pipeline.config import LiveServerSection, TreeSection
+from pipeline.config import OWNER, LiveServerSection, TreeSection
 from pipeline.console import console, logs_json, notice, printable
 from pipeline.reports import (
     Estimate,
@@ -158,10 +158,22 @@ class SeenServer:
         return drafted_shape(self.server, self.runs[0])
 
     @property
+    def looked_up(self) -> bool:
+        """Whether the report's own rounds had a lookup beside the drafter, which no other server
+        has, and golden ones have not."""
+        settings = (self.report.drafter.model_extra if self.report else None) or {}
+        return settings.get("lookup") is not None
+
+    @property
     def expected(self) -> Mapping[str, RoundCounters]:
         """The decoder's rounds with the server's shape, by prompt; {} where they are not known."""
         shape, tree = self.shape, self.report.settings.tree if self.report else None
-        if shape is None or tree is None or shape == tree:
+        if self.looked_up:
+            if self.server.kind == OWNER or shape is None or tree is None:
+                return {}
+            if shape == tree:
+                return {each.id: each.counters for each in self.golden_prompts}
+        elif shape is None or tree is None or shape == tree:
             return self.own
         prompts = self.golden_prompts
         return {each.id: each.shapes[shape.label] for each in prompts if shape.label in each.shapes}
@@ -499,11 +511,15 @@ def against_report(seen: SeenServer) -> Iterator[ServerFinding]:
     if paired := seen.paired:
         if paired.differs(seen.section.tolerance):
             yield finding("error", "acceptance_differs", f"the server's {paired.text}", fix)
+    elif seen.looked_up and not seen.expected:
+        text = "the report's rounds had a lookup beside the drafter, and it knows none without one"
+        fix = "evaluate without eval.drafter.lookup, or with the server's shape in eval.shapes"
+        yield finding("note", "not_comparable", f"{text} on these prompts", fix)
     elif not seen.own:
         text = "the decoder's report has none of these prompts, or another max_new_tokens"
         fix = "evaluate with the configuration of the report"
         yield finding("note", "not_comparable", text, fix)
-    elif tau is not None and figures is not None and seen.expected:
+    elif tau is not None and figures is not None and seen.expected and not seen.looked_up:
         decoder = figures.acceptance_length
         if not decoder.low <= tau <= decoder.high:
             text = f"the server's τ is {tau:.2f}, outside of the decoder's {decoder.value:.2f}"

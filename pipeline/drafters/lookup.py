@@ -1,0 +1,118 @@
+"""Looking up beside a drafter: one tree of what it proposes and of what stood in the text before.
+
+A head knows what is likely and remembers nothing; a lookup remembers and knows nothing. Both say
+with which probability the target goes on so, and the nodes of both compete for the tree:
+
+    drafted            looked up          one tree
+    r ┬ a ┬ b          r ─ a ─ c ─ d      r ┬ a ┬ b
+      │   └ c                               │   ├ c ─ d      d: looked up, below a drafted node
+      └ e                                   └ e
+
+A node of both is one node, with the larger of the two probabilities: its children are those of
+both. SuffixDecoding (arXiv:2411.04975, §4.3) drafts a round with one or the other.
+
+Candidates of the lookup stand behind the drafter's, so that parents still come first. Those that
+the drafter has too, and those that are none, score -inf there and repeat a candidate before them:
+no walk reaches them, for it takes the first of equal siblings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from pipeline.config import NgramSection, TreeSection
+from pipeline.decoder.batch import DecodeBatch
+from pipeline.decoder.drafter import Drafter, DrafterFactory, DraftWork, ReadTokens, Trees
+from pipeline.decoder.kv import Planes
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.draft import Candidates
+from pipeline.drafters.ngram import CorpusIndex, NgramDrafter
+
+
+class LookupDrafter:
+    """What a drafter proposes and what an n-gram drafter does, in one tree."""
+
+    def __init__(self, drafter: Drafter, lookup: NgramDrafter) -> None:
+        """Both for the same trees. Memory and state are the drafter's, the history the lookup's."""
+        self.drafter, self.lookup = drafter, lookup
+        self.depth, self.lookahead = drafter.depth, drafter.lookahead
+        most = max((shape.nodes for shape in lookup.shapes.drafted), default=1)
+        self.nodes = min(most, drafter.nodes + lookup.nodes - 1)
+        self.planes, self.drafter_kv = drafter.planes, drafter.drafter_kv
+        self.drafter_pages, self.state = drafter.drafter_pages, drafter.state
+        self.history = max(drafter.history, lookup.history)
+
+    def shape_for(self, rows: int) -> TreeSection | None:
+        """See `Drafter`."""
+        return self.drafter.shape_for(rows)
+
+    def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
+        """See `Drafter`."""
+        drafted = self.drafter.candidates(batch, planes, shape)
+        looked_up = self.lookup.candidates(batch, planes, shape)
+        if self.lookup.looks and not bool((looked_up.scores > -torch.inf).any()):
+            return drafted
+        return merge_candidates(drafted, looked_up, shape.steps)
+
+    def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
+        """See `Drafter`."""
+        self.drafter.prefill(batch, planes, read, ended)
+        self.lookup.prefill(batch, planes, read, ended)
+
+    def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
+        """See `Drafter`."""
+        self.drafter.extend(batch, planes, read)
+        self.lookup.extend(batch, planes, read)
+
+    def work(self, shape: TreeSection) -> DraftWork | None:
+        """See `Drafter`; comparing tokens is nothing beside reading weights."""
+        return self.drafter.work(shape)
+
+
+def merge_candidates(drafted: Candidates, looked_up: Candidates, depths: int) -> Candidates:
+    """C candidates of a drafter and, behind them, C' of a lookup, as many at each of `depths`.
+
+    Nothing is looked at, and shapes depend on shapes alone: the same calls run in a graph.
+    """
+    count, size = drafted.tokens.shape[1], looked_up.tokens.shape[1]
+    scores, others = drafted.scores.clone(), looked_up.scores.clone()
+    parents = looked_up.parents.clone()
+    behind = torch.arange(count, count + size, device=scores.device)
+    place = behind.expand_as(parents).clone()  # [B, C'] of each, among all candidates
+    width = size // depths
+    for first in range(0, size, width):
+        at = slice(first, first + width)  # candidates of a depth
+        above = looked_up.parents[:, at]
+        above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))  # [B, W]
+        same = (drafted.parents[:, None] == above[..., None]) & (
+            drafted.tokens[:, None] == looked_up.tokens[:, at, None]
+        )  # [B, W, C]
+        drafted_too, where, score = same.any(-1), same.int().argmax(-1), others[:, at]
+        scores.scatter_reduce_(1, where, score.masked_fill(~drafted_too, -torch.inf), "amax")
+        others[:, at] = score.masked_fill(drafted_too, -torch.inf)
+        place[:, at] = torch.where(drafted_too, where, place[:, at])
+        parents[:, at] = above
+    is_none = looked_up.scores == -torch.inf
+    first_of_depth = (drafted.depths == looked_up.depths[:, None]).int().argmax(-1)  # [C']
+    tokens = torch.where(is_none, drafted.tokens[:, first_of_depth], looked_up.tokens)
+    parents = torch.where(is_none, drafted.parents[:, first_of_depth], parents)
+    return Candidates(
+        torch.cat((drafted.tokens, tokens), 1),
+        torch.cat((drafted.parents, parents), 1),
+        torch.cat((scores, others), 1),
+        torch.cat((drafted.depths, looked_up.depths)),
+    )
+
+
+def with_lookup(
+    factory: DrafterFactory, model: DecoderModel, section: NgramSection, corpus: CorpusIndex | None
+) -> DrafterFactory:
+    """The same drafters, each with a lookup beside it."""
+
+    def make(trees: Trees) -> Drafter:
+        return LookupDrafter(factory.make(trees), NgramDrafter(model, trees, section, corpus))
+
+    choices = tuple(with_lookup(each, model, section, corpus) for each in factory.choices)
+    return replace(factory, make=make, choices=choices, without_lookup=factory)
