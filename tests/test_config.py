@@ -413,7 +413,8 @@ def test_an_installed_package_adds_a_drafter_with_settings(
     (folder / "entry_points.txt").write_text("[eagle3.drafters]\ntoy = toy_drafter:make\n")
     monkeypatch.syspath_prepend(tmp_path)
     toy = load(file, ["eval.drafter={name: toy, depth: 5}"]).eval.drafter
-    assert (toy.model_dump(), toy.needs_head) == ({"name": "toy", "depth": 5}, False)
+    settings = {"name": "toy", "lookup": None, "depth": 5}
+    assert (toy.model_dump(), toy.needs_head) == (settings, False)
     with pytest.raises(ConfigError, match=r"has no setting 'deph' .*did you mean 'depth'"):
         load(file, ["eval.drafter={name: toy, deph: 5}"])
 

@@ -52,9 +52,8 @@ class LookupDrafter:
         """See `Drafter`."""
         drafted = self.drafter.candidates(batch, planes, shape)
         looked_up = self.lookup.candidates(batch, planes, shape)
-        if self.lookup.looks and not bool((looked_up.scores > -torch.inf).any()):
-            return drafted
-        return merge_candidates(drafted, looked_up, shape.steps)
+        nothing = self.lookup.looks and not bool((looked_up.scores > -torch.inf).any())
+        return merge_candidates(drafted, looked_up, 0 if nothing else shape.steps)
 
     def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
         """See `Drafter`."""
@@ -72,7 +71,8 @@ class LookupDrafter:
 
 
 def merge_candidates(drafted: Candidates, looked_up: Candidates, depths: int) -> Candidates:
-    """C candidates of a drafter and, behind them, C' of a lookup, as many at each of `depths`.
+    """C candidates of a drafter and, behind them, C' of a lookup, as many at each of `depths`; of
+    0 depths there is nothing to merge.
 
     Nothing is looked at, and shapes depend on shapes alone: the same calls run in a graph.
     """
@@ -81,9 +81,9 @@ def merge_candidates(drafted: Candidates, looked_up: Candidates, depths: int) ->
     parents = looked_up.parents.clone()
     behind = torch.arange(count, count + size, device=scores.device)
     place = behind.expand_as(parents).clone()  # [B, C'] of each, among all candidates
-    width = size // depths
-    for first in range(0, size, width):
-        at = slice(first, first + width)  # candidates of a depth
+    width = size // max(depths, 1)
+    for depth in range(depths):
+        at = slice(depth * width, (depth + 1) * width)
         above = looked_up.parents[:, at]
         above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))  # [B, W]
         same = (drafted.parents[:, None] == above[..., None]) & (

@@ -396,6 +396,14 @@ class DrafterSettings(Record):
 
     name: str
     """As `drafter.name`."""
+    lookup: dict[str, JsonValue] | None = None
+    """Settings of the lookup beside it; null: none. Golden rounds and `shapes` are without it, as
+    no server has one."""
+
+    @property
+    def label(self) -> str:
+        """Both by name."""
+        return self.name if self.lookup is None else f"{self.name} and lookup"
 
 
 class CategoryFigures(Record):

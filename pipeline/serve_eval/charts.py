@@ -152,8 +152,9 @@ def _groups(report: EvalReport) -> list[Chart]:
         ]
         caption = (
             "Steps / top-k / tokens verified, as SGLang names them; top-k 1 is a chain, as vLLM "
-            f"drafts it. Replayed on {report.shapes[0].acceptance.requests} prompts, each exact."
+            f"drafts it. Replayed on {report.shapes[0].acceptance.requests} prompts, each exact"
         )
+        caption += "." if report.drafter.lookup is None else ", without the lookup."
         svg = _intervals(rows, label)
         charts.append(Chart("Acceptance length with the drafts of servers", svg, caption))
     return charts

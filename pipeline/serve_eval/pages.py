@@ -261,7 +261,7 @@ def _drafter(report: EvalReport) -> str:
     """Its name, and the settings that `tree: auto` chose with the tree."""
     choice = report.settings.tree_auto
     chosen = choice.settings if choice else {}
-    return ", ".join([report.drafter.name, *(f"{key} {value}" for key, value in chosen.items())])
+    return ", ".join([report.drafter.label, *(f"{key} {value}" for key, value in chosen.items())])
 
 
 def print_plan(plan: DecodePlan) -> None:

@@ -192,8 +192,11 @@ def _trees(config: RunConfig) -> tuple[BatchTrees, Mapping[str, int]]:
         raise ConfigError(problem, where="eval.tree", fix=fix)
     report = read_report(config.run.uri)
     choice = report.settings.tree_auto
-    if choice is None or report.drafter.name != section.drafter.name:
-        problem = f"this report is of drafter {report.drafter.name}, or of a tree that was named"
+    drafter = section.drafter.name, section.drafter.lookup is None
+    if choice is None or drafter != (report.drafter.name, report.drafter.lookup is None):
+        beside = "a" if report.drafter.lookup is not None else "no"
+        problem = f"this report is of drafter {report.drafter.name} with {beside} lookup, "
+        problem += "or of a tree that was named"
         raise ConfigError(problem, where=where, fix=fix)
     if report.decoding == "plain":
         notice("serve", f"tree: auto, as in {where}: plain decoding")

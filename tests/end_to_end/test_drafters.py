@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.cli import main
-from pipeline.config import load
+from pipeline.config import NgramSection, load
 from pipeline.decoder.model import DecoderModel
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan
@@ -44,6 +47,37 @@ def test_a_report_of_what_nobody_trained(
     assert f"drafter {name}" in page and "Size of the head" not in page
     if name != "ngram":
         assert report.acceptance_length > 2, "everything is visible: full rounds but the last"
+
+
+def test_golden_rounds_are_without_the_lookup(
+    write_config: Write, tiny_target: Path, tmp_path: Path
+) -> None:
+    """A server that drafts with the same model is held against what it can do."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target, other)
+    weights = load_file(other / "model.safetensors")
+    torch.manual_seed(0)
+    noisy = {name: each + 0.02 * torch.randn_like(each) for name, each in weights.items()}
+    save_file(noisy, other / "model.safetensors", {"format": "pt"})
+    command = ["eval", "-c", str(write_config()), "eval.hf_prompts=0", "eval.max_new_tokens=40"]
+    command += ["eval.drafter.name=standalone", f"eval.drafter.source={other}"]
+    command += ["eval.tree={steps: 4, top_k: 2, nodes: 6}"]
+    reports = []
+    for name, lookup in (("alone", []), ("both", ["eval.drafter.lookup={}"])):
+        assert main([*command, f"run.uri={tmp_path / name}", *lookup]) == 0
+        document = (tmp_path / name / "eval/report.json").read_bytes()
+        reports.append(EvalReport.model_validate_json(document))
+    alone, both = reports
+    assert alone.golden and both.golden and both.lossless.greedy_fp32
+    assert (alone.drafter.lookup, both.drafter.lookup) == (None, NgramSection().model_dump())
+    assert both.acceptance_length > alone.acceptance_length
+    assert [each.counters for each in alone.golden.prompts] == [
+        each.counters for each in both.golden.prompts
+    ]
+    for ours, theirs in zip(alone.shapes, both.shapes, strict=True):
+        assert ours.acceptance == theirs.acceptance and not theirs.own
+    page = (tmp_path / "both/eval/report.html").read_text()
+    assert "drafter standalone and lookup" in page and "without the lookup" in page
 
 
 def test_a_budget_is_picked_with_the_tree_and_named(

@@ -84,6 +84,28 @@ def test_replayed_figures_are_the_engines(tiny_target: Path, head: Eagle3Head, n
     assert len(rates) > 3, "else any shape's figures would do"
 
 
+def test_servers_shapes_are_without_a_lookup(
+    tiny_target: Path, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server looks up beside a head. With the lookup, which `tree: auto` traces, figures are
+    other ones, and the engine's too."""
+    config = _config(tiny_target, drafter={"lookup": {}}, shapes=[{"steps": 3, "top_k": 4}])
+    own, questions, stop_ids = _open(tiny_target, config, head)
+    prompts = [question.request_id for question in questions]
+    of_the_head = replay_shapes(own, questions, stop_ids, config.eval)
+    assert [each.own for each in of_the_head.shapes] == [False, False]
+    without = _config(tiny_target)
+    alone, *_ = _open(tiny_target, without, head)
+    monkeypatch.setattr(Comparison, "alone", property(lambda self: self.factory))
+    of_both = replay_shapes(own, questions, stop_ids, config.eval)
+    for each, other in zip(of_the_head.shapes, of_both.shapes, strict=True):
+        shape = TreeSection(steps=each.steps, top_k=each.top_k, nodes=each.nodes)
+        for replayed, comparison in ((each, alone), (other, own)):
+            counted = _counted(comparison, questions, stop_ids, shape)
+            assert replayed.acceptance == acceptance_figures(counted, prompts)
+        assert each.acceptance.accept_rate != other.acceptance.accept_rate
+
+
 def test_a_share_of_the_prompts_is_tried_and_later_turns_are_not(
     tiny_target: Path, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,8 +161,7 @@ class SeenServer:
     def looked_up(self) -> bool:
         """Whether the report's own rounds had a lookup beside the drafter, which no other server
         has, and golden ones have not."""
-        settings = (self.report.drafter.model_extra if self.report else None) or {}
-        return settings.get("lookup") is not None
+        return self.report is not None and self.report.drafter.lookup is not None
 
     @property
     def expected(self) -> Mapping[str, RoundCounters]:
