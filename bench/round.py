@@ -33,13 +33,15 @@ from torch.utils._pytree import tree_leaves
 
 from bench import random_target
 from bench.random_target import LLAMA_8B, RandomWeights
-from pipeline.config import TreeSection
+from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.layer import PAGE
 from pipeline.decoder.ops.tree import WINDOW
 from pipeline.decoder.ops.triton.ops import TritonOps, chunks_of
 from pipeline.decoder.round import decode_round
+from pipeline.drafters.lookup import LookupDrafter
+from pipeline.drafters.ngram import NgramDrafter
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.tuning.cost import open_batch
@@ -515,6 +517,13 @@ def eagle3_for(
         return Eagle3Drafter(head, model, tree, float8=float8)
 
 
+def lookup_beside(
+    drafter: Eagle3Drafter, model: DecoderModel, tree: TreeSection = TREE
+) -> LookupDrafter:
+    """With n-grams as they are by default."""
+    return LookupDrafter(drafter, NgramDrafter(model, tree, NgramSection()))
+
+
 _HEADINGS = "round", "rows", "launches", "allocations", "held MB", "read MB", "written MB"
 _ROW = "{:16} {:>5} {:>9} {:>12} {:>9} {:>9} {:>11}"
 _TIMES = " {:>10} {:>8} {:>9}"
@@ -544,6 +553,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ("greedy tree", drafter, False),
             ("greedy, fp8 head", in_float8, False),
             ("sampled tree", drafter, True),
+            ("greedy, lookup", lookup_beside(drafter, model), False),
         ):
             counts = count_round(model, drafting, rows, chosen.context, sampling=sampling)
             sizes = counts.peak_bytes, counts.read, counts.written

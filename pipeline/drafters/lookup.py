@@ -76,32 +76,30 @@ def merge_candidates(drafted: Candidates, looked_up: Candidates, depths: int) ->
 
     Nothing is looked at, and shapes depend on shapes alone: the same calls run in a graph.
     """
-    count, size = drafted.tokens.shape[1], looked_up.tokens.shape[1]
-    scores, others = drafted.scores.clone(), looked_up.scores.clone()
-    parents = looked_up.parents.clone()
-    behind = torch.arange(count, count + size, device=scores.device)
-    place = behind.expand_as(parents).clone()  # [B, C'] of each, among all candidates
+    (rows, count), size = drafted.tokens.shape, looked_up.tokens.shape[1]
+    index = torch.arange(count + size, device=drafted.tokens.device)
+    index, behind = index[:count], index[count:]
+    equal = drafted.tokens[:, None] == looked_up.tokens[..., None]  # [B, C', C]
+    # Where the root and each of the lookup's candidates stand among all.
+    place = torch.cat((index[:1] - 1, behind)).repeat(rows, 1)  # [B, 1 + C']
     width = size // max(depths, 1)
     for depth in range(depths):
         at = slice(depth * width, (depth + 1) * width)
-        above = looked_up.parents[:, at]
-        above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))  # [B, W]
-        same = (drafted.parents[:, None] == above[..., None]) & (
-            drafted.tokens[:, None] == looked_up.tokens[:, at, None]
-        )  # [B, W, C]
-        drafted_too, where, score = same.any(-1), same.int().argmax(-1), others[:, at]
-        scores.scatter_reduce_(1, where, score.masked_fill(~drafted_too, -torch.inf), "amax")
-        others[:, at] = score.masked_fill(drafted_too, -torch.inf)
-        place[:, at] = torch.where(drafted_too, where, place[:, at])
-        parents[:, at] = above
+        parent = place.gather(1, looked_up.parents[:, at] + 1)  # [B, W]
+        same = equal[:, at] & (drafted.parents[:, None] == parent[..., None])  # [B, W, C]
+        place[:, 1:][:, at] = torch.where(same, index, behind[at, None]).amin(-1)
+    parents, place = place.gather(1, looked_up.parents + 1), place[:, 1:]
+    theirs = place < count  # the drafter has it, too
+    both = looked_up.scores.masked_fill(~theirs, -torch.inf)
+    scores = drafted.scores.scatter_reduce(1, place.clamp(max=count - 1), both, "amax")
     is_none = looked_up.scores == -torch.inf
-    first_of_depth = (drafted.depths == looked_up.depths[:, None]).int().argmax(-1)  # [C']
-    tokens = torch.where(is_none, drafted.tokens[:, first_of_depth], looked_up.tokens)
-    parents = torch.where(is_none, drafted.parents[:, first_of_depth], parents)
+    first = (drafted.depths == looked_up.depths[:, None]).int().argmax(-1)  # [C'] of each depth
+    tokens = torch.where(is_none, drafted.tokens[:, first], looked_up.tokens)
+    parents = torch.where(is_none, drafted.parents[:, first], parents)
     return Candidates(
         torch.cat((drafted.tokens, tokens), 1),
         torch.cat((drafted.parents, parents), 1),
-        torch.cat((scores, others), 1),
+        torch.cat((scores, looked_up.scores.masked_fill(theirs, -torch.inf)), 1),
         torch.cat((drafted.depths, looked_up.depths)),
     )
 

@@ -22,6 +22,7 @@ from bench.round import (
     count_round,
     eagle3_for,
     llama_8b,
+    lookup_beside,
     main,
     without_data,
 )
@@ -56,14 +57,17 @@ COUNTS = {
     (1, "greedy"): (269, 588, 10_231_296, 19_978_111_256, 492_535_628),
     (1, "fp8"): (269, 594, 10_231_296, 18_062_726_424, 497_674_060),
     (1, "sampled"): (283, 605, 10_231_296, 19_988_692_228, 493_628_088),
+    (1, "lookup"): (437, 751, 10_231_296, 19_980_572_725, 494_374_689),
     (8, "plain"): (180, 433, 5_115_904, 19_576_601_216, 267_312_320),
     (8, "greedy"): (397, 588, 78_650_880, 25_348_962_216, 1_518_075_488),
     (8, "fp8"): (397, 594, 78_650_880, 23_466_400_680, 1_556_037_216),
     (8, "sampled"): (411, 605, 78_650_880, 25_424_649_992, 1_526_815_168),
+    (8, "lookup"): (565, 751, 78_650_880, 25_367_562_920, 1_531_724_368),
     (32, "plain"): (180, 433, 20_457_472, 33_109_083_904, 901_477_120),
     (32, "greedy"): (412, 583, 314_601_984, 44_484_024_872, 5_737_888_128),
     (32, "fp8"): (442, 639, 314_601_984, 45_151_850_024, 6_139_165_056),
     (32, "sampled"): (426, 600, 314_601_984, 44_782_935_976, 5_772_846_848),
+    (32, "lookup"): (580, 746, 314_601_984, 44_557_960_096, 5_792_027_816),
 }
 
 
@@ -71,7 +75,10 @@ COUNTS = {
 def counted() -> dict[tuple[int, str], RoundCounts]:
     model = llama_8b(8192)
     drafter, in_float8 = eagle3_for(model), eagle3_for(model, float8=True)
-    drafters = {"plain": None, "greedy": drafter, "fp8": in_float8, "sampled": drafter}
+    drafters = {
+        **{"plain": None, "greedy": drafter, "fp8": in_float8, "sampled": drafter},
+        "lookup": lookup_beside(drafter, model),
+    }
     return {
         (rows, name): count_round(model, drafting, rows, CONTEXT, sampling=name == "sampled")
         for rows in (1, 8, 32)
@@ -91,7 +98,7 @@ def test_the_page_shows_them() -> None:
     page = (ROOT / "docs/decoder.md").read_text(encoding="utf-8")
     names = {
         **{"plain": "plain", "greedy": "greedy tree", "fp8": "greedy, fp8 head"},
-        "sampled": "sampled tree",
+        **{"sampled": "sampled tree", "lookup": "greedy, lookup"},
     }
     for (rows, name), (launches, allocations, *sizes) in COUNTS.items():
         megabytes = " | ".join(f"{size / 1e6:,.0f}" for size in sizes)
@@ -313,7 +320,7 @@ def test_the_command_prints_a_roofline(capsys: pytest.CaptureFixture[str]) -> No
     """Of the bytes and of the gaps between launches, from what the user says of a machine."""
     assert main(["--rows", "1", "--bandwidth", "2000", "--gap", "1"]) == 0
     heading, plain, *drafting = capsys.readouterr().out.splitlines()
-    assert heading.split()[-2:] == ["round", "ms"] and len(drafting) == 3
+    assert heading.split()[-2:] == ["round", "ms"] and len(drafting) == 4
     launches, _, _, read, written = COUNTS[1, "plain"]
     memory, gaps = (read + written) / 2e9, launches / 1e3  # milliseconds
     figures = [float(each) for each in plain.split()[-3:]]
