@@ -9,6 +9,7 @@
     rejection   drawn by noise of their own, verified with their probabilities: chains as a block,
                 trees sibling by sibling, made of the best slots (`bench.rejection`)
     fp8         as noise, with the head's matrices rounded to float8 (`drafter.weights`)
+    lookup      as noise, with a lookup beside the head (`drafter.lookup`)
 
 Prints τ of each, and its difference from the first way's, paired by prompt, with 95 % intervals.
 All but rejection emit the same text; its own differs, so its interval is wider. At temperature 0
@@ -32,8 +33,10 @@ from torch import Tensor
 from bench.drafters import SETS, set_names, set_prompts, tree_of
 from bench.rejection import normalised, slot_scores, verify_chain, verify_siblings
 from bench.report import publish, rounded
+from bench.round import lookup_beside
 from pipeline.config import TargetSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
@@ -196,11 +199,16 @@ def _drawn(chances: Tensor, generator: torch.Generator) -> int:
     return int(torch.multinomial(normalised(chances.clamp(min=0)), 1, generator=generator))
 
 
-WAYS: dict[str, Callable[[Eagle3Head, DecoderModel, TreeSection], Eagle3Drafter]] = {
+def _looking_up(head: Eagle3Head, model: DecoderModel, tree: TreeSection) -> Drafter:
+    return lookup_beside(Eagle3Drafter(head, model, tree), model, tree)
+
+
+WAYS: dict[str, Callable[[Eagle3Head, DecoderModel, TreeSection], Drafter]] = {
     "best": BestDrafter,
     "noise": Eagle3Drafter,
     "rejection": RejectedDrafter,
     "fp8": partial(Eagle3Drafter, float8=True),
+    "lookup": _looking_up,
 }
 
 

@@ -141,11 +141,11 @@ def match_lengths(history: Tensor, seq_lens: Tensor, max_match: int) -> Tensor:
     """Of every position p of history [B, S]: with how many tokens up to p the row's last ones
     agree, at most `max_match`; [B, S], 0 from the root on."""
     rows, size = history.shape
-    suffix = last_tokens(history, seq_lens, max_match)[:, None]  # [B, 1, m]
+    suffix = last_tokens(history, seq_lens, max_match).flip(1)[:, None]  # [B, 1, m] root last
     before = history.new_full((rows, max_match - 1), -2)  # equals no token
-    windows = torch.cat((before, history), 1).unfold(1, max_match, 1).flip(-1)  # [B, S, m]
-    back = torch.arange(max_match, device=history.device)
-    lengths = torch.where(windows == suffix, max_match, back).amin(-1)  # the first that differs
+    windows = torch.cat((before, history), 1).unfold(1, max_match, 1)  # [B, S, m] a view
+    agrees = (windows == suffix).flip(2)  # root first; a byte each, for S is long
+    lengths = agrees.cumprod(2, dtype=torch.uint8).sum(2)  # up to the first that differs
     earlier = torch.arange(size, device=history.device) < seq_lens[:, None]
     return torch.where(earlier, lengths, 0)
 
