@@ -241,6 +241,20 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
     for other in (bench(9), bench(8, "train.epochs=7")):
         with pytest.raises(StageConflict, match="another row, data set or evaluation"):
             other.result(plain, 1000, 0)
+    # A lookup is beside the head of another row, which is there already.
+    asked.clear()
+    rival = Experiment(name="beside", about="", against="plain-mix")
+    beside = rival.model_copy(
+        update={"changes": {**plain.changes, "eval": {"drafter": {"lookup": {}}}}}
+    )
+    with pytest.raises(ConfigError, match="row plain-mix has no head for 4000-0 yet"):
+        bench().result(beside, 4000, 0)
+    for _ in range(2):
+        made = bench().result(beside, 1000, 0)
+        assert (made.trained_tokens, made.cpu_hours) == (3000, 0.5)
+    assert "train" not in dict(asked)
+    head = tmp_path / "beside/1000-0/train"
+    assert head.resolve() == tmp_path / "plain-mix/1000-0/train"
     # States of another kind are of the same samples; other samples have states of their own.
     asked.clear()
     bench(8, "features.encoding=bf16").result(plain, 2000, 0)

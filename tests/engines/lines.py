@@ -55,6 +55,7 @@ class Drafter:
             f"eval.tree={self.tree}",
             f"eval.shapes={self.shapes}",
             "eval.hf_prompts=2",
+            "eval.drafter.lookup=null",
             *self.drafter,
             *(each for each in self.training if each.startswith("target.")),
         ]
@@ -72,6 +73,8 @@ EAGLE31 = Drafter(
 )
 #: EAGLE3's head with servers' sliding window of 64 positions; some prompts are longer.
 WINDOW = Drafter("EAGLE-3, sliding window", "window", _TREE, _SHAPES)
+#: Reports of EAGLE3's head whose own rounds had a lookup beside it, as no server's have.
+LOOKUP = Drafter("EAGLE-3, lookup", "run", _TREE, _SHAPES, drafter=("eval.drafter.lookup={}",))
 BLOCKS = Drafter(
     "block drafter",
     "blocks",
@@ -109,7 +112,7 @@ class Line:
 
 def make_line(drafter: Drafter = EAGLE3) -> Line:
     """Runs what is not there yet."""
-    head = os.environ.get("EAGLE3_HEAD") if drafter is EAGLE3 else None
+    head = os.environ.get("EAGLE3_HEAD") if drafter in (EAGLE3, LOOKUP) else None
     target = open_target(load(DEMO).target).directory
     if drafter is WINDOW:
         head = str(_with_window(make_line().head, target, FOLDER / drafter.run))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.lines import Line
+from tests.engines.lines import LOOKUP, Line, make_line
 from tests.engines.plans import FAULTS, Plan
 from tests.engines.servers import vllm_server
 
@@ -29,7 +29,8 @@ def test_a_right_server_in_fp32_takes_the_decoders_rounds(
 ) -> None:
     with vllm_server(line.target, line.head, tmp_path / "log", drafts=drafts) as server:
         seen, findings = line.held_against(server)
-    assert errors(findings) == {}
+        _, beside_lookup = make_line(LOOKUP).held_against(server)
+    assert errors(findings) == errors(beside_lookup) == {}
     assert seen.shape is not None and seen.shape.label == f"{drafts}/1/{drafts + 1}"
     assert seen.exact and len(seen.reported) == len(seen.compared) == 16
     assert seen.measured_noise is not None and seen.measured_noise < 0.001
@@ -70,5 +71,6 @@ def test_a_fault_is_found_and_named(line: Line, tmp_path: Path, plan: Plan) -> N
         options=plan.options,
     )
     with served as server:
-        _, findings = line.held_against(server, dtype=plan.dtype)
-    assert set(errors(findings)) & set(plan.found), findings
+        both = [each.held_against(server, dtype=plan.dtype) for each in (line, make_line(LOOKUP))]
+    for _, findings in both:
+        assert set(errors(findings)) & set(plan.found), findings
