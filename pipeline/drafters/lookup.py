@@ -9,7 +9,7 @@ with which probability the target goes on so, and the nodes of both compete for 
       └ e                                   └ e
 
 A node of both is one node, with the larger of the two probabilities: its children are those of
-both. SuffixDecoding (arXiv:2411.04975, §4.3) drafts a round with one or the other.
+both. SuffixDecoding (arXiv:2411.04975) drafts a round with one or the other.
 
 Candidates of the lookup stand behind the drafter's, so that parents still come first. Those that
 the drafter has too, and those that are none, score -inf there and repeat a candidate before them:

@@ -15,13 +15,14 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Request
+from pipeline.decoder.round import decode_round, prefill_prompt
 from pipeline.drafters.lookup import LookupDrafter, merge_candidates
 from pipeline.drafters.ngram import NgramDrafter, no_chains, tree_of_chains
 from pipeline.drafters.registry import load_drafter
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.target.open import Target
-from tests.decoder.conftest import random_tokens
+from tests.decoder.conftest import open_rows, poisoned_planes, random_tokens
 from tests.decoder.drafting import no_values
 from tests.decoder.ngrams import Branch, nodes_of, replies, run
 
@@ -124,6 +125,22 @@ def test_a_target_that_repeats_itself_takes_fewer_rounds(looping: DecoderModel) 
         rounds.append(sum(each.statistics.rounds for each in done.values()))
     assert rounds[2] < 0.7 * rounds[0]
     assert rounds[2] <= 1.05 * rounds[1]
+
+
+def test_prompt_and_reply_are_looked_up(model: DecoderModel) -> None:
+    head = Eagle3Drafter(head_of(model), model, TREE)
+    drafter = LookupDrafter(head, NgramDrafter(model, TREE, NgramSection()))
+    planes, batch = (
+        poisoned_planes(model, 5, drafter),
+        open_rows(model, 1, pages=4, drafter=drafter),
+    )
+    text = random_tokens(40, 3).tolist()
+    prefill_prompt(model, planes, drafter, batch, torch.tensor(text))
+    text.append(int(batch.roots[0]))
+    for _ in range(6):
+        assert batch.history[0, : len(text)].tolist() == text
+        decode_round(model, planes, drafter, batch, sampling=False)
+        text += batch.emitted[0, : int(batch.counts[0])].tolist()
 
 
 def test_a_factory_makes_both(model: DecoderModel) -> None:
