@@ -17,10 +17,12 @@ from pipeline.errors import DataError
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard, is_hub_id, without_places
 from pipeline.heads.registry import algorithm_of
-from pipeline.reports import EvalReport, ShapeAcceptance
+from pipeline.reports import AcceptanceFigures, EvalReport, ShapeAcceptance
 from pipeline.store.hub import license_fields
 
 MODEL_CARD = "README.md"
+#: Said of figures that are not the head's alone.
+_BESIDE = " with a lookup of earlier text"
 #: What the ways of decoding are called that a speedup is over.
 _RIVALS = {"plain": "plain decoding", "hf": "Hugging Face generate"}
 _REFERENCE = {
@@ -82,9 +84,15 @@ def _metadata(card: HeadCard, base: str, report: EvalReport | None, license: str
         fields = {"base_model": base} | fields
     if report:
         named = sorted({each.source for each in report.prompts if each.source}) or ["prompts"]
-        metrics = [_metric("acceptance_length", "acceptance length τ", report.acceptance_length)]
+        beside = _BESIDE if report.drafter.lookup is not None else ""
+        name = f"acceptance length τ{beside}"
+        metrics = [_metric("acceptance_length", name, report.acceptance_length)]
+        if beside and (alone := report.of_drafter_alone):
+            tau = alone.acceptance_length.value
+            metrics.insert(0, _metric("acceptance_length", "acceptance length τ", tau))
         if speedup := report.speedup.get("plain"):
-            metrics.append(_metric("speedup", "speedup over plain decoding", speedup))
+            name = f"speedup over plain decoding{beside}"
+            metrics.append(_metric("speedup", name, speedup))
         result = {
             "task": {"type": "text-generation"},
             "dataset": {"name": ", ".join(named), "type": "prompts"},
@@ -117,15 +125,14 @@ def _about(head: DraftingHead, card: HeadCard) -> str:
 
 def _measured(report: EvalReport) -> str:
     tree, figures = report.settings.tree, report.acceptance
-    interval = ""
-    if figures:
-        tau = figures.acceptance_length
-        interval = f" (95 % of draws of prompts: {tau.low:.2f} … {tau.high:.2f})"
+    beside = _BESIDE if report.drafter.lookup is not None else ""
     shape = f"top_k {tree.top_k}, steps {tree.steps}, nodes {tree.nodes}" if tree else "none"
     rows = [
-        f"* acceptance length τ **{report.acceptance_length:.2f}**{interval}, bonus token included",
+        *_alone(report),
+        f"* acceptance length τ{beside} **{report.acceptance_length:.2f}**{_interval(figures)}, "
+        "bonus token included",
         *(
-            f"* **{ratio:.2f}×** {_RIVALS.get(rival) or markdown_text(rival)}"
+            f"* **{ratio:.2f}×** {_RIVALS.get(rival) or markdown_text(rival)}{beside}"
             for rival, ratio in report.speedup.items()
             if ratio
         ),
@@ -141,8 +148,27 @@ def _measured(report: EvalReport) -> str:
         f"| {markdown_text(name)} | {row.acceptance_length:.2f} |"
         for name, row in report.by_category.items()
     ]
-    table = "\n".join(["| category | τ |", "|---|---:|", *categories]) if categories else ""
+    table = (
+        "\n".join([f"| category | τ{beside} |", "|---|---:|", *categories]) if categories else ""
+    )
     return "\n\n".join(part for part in ("## Measured", "\n".join(rows), table) if part)
+
+
+def _alone(report: EvalReport) -> list[str]:
+    """Of the head, where the report's own figures are of a lookup, too."""
+    figures = report.of_drafter_alone
+    if report.drafter.lookup is None or figures is None:
+        return []
+    tau = f"**{figures.acceptance_length.value:.2f}**{_interval(figures)}"
+    prompts = f"first turns of {figures.requests} prompts"
+    return [f"* acceptance length τ {tau} of the head alone, on {prompts}"]
+
+
+def _interval(figures: AcceptanceFigures | None) -> str:
+    if figures is None:
+        return ""
+    tau = figures.acceptance_length
+    return f" (95 % of draws of prompts: {tau.low:.2f} … {tau.high:.2f})"
 
 
 def _golden(report: EvalReport) -> list[str]:

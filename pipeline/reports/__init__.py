@@ -523,6 +523,14 @@ class EvalReport(Record):
     """Every request."""
 
     @property
+    def of_drafter_alone(self) -> AcceptanceFigures | None:
+        """Its acceptance without a lookup: where there was one, as `shapes` replay it. None where
+        that is not known."""
+        if self.drafter.lookup is None:
+            return self.acceptance
+        return next((each.acceptance for each in self.shapes if each.own), None)
+
+    @property
     def speculation_is_lossless(self) -> bool:
         """Speculative decoding gives plain decoding's tokens in fp32."""
         return self.lossless.greedy_fp32 and all(self.lossless.sampled_fp32.values())

@@ -146,8 +146,9 @@ def _groups(report: EvalReport) -> list[Chart]:
             caption = "Bars are 95 % intervals over draws of prompts."
             charts.append(Chart(f"Acceptance length {title}", svg, caption))
     if report.shapes:
+        own = " (this report)" if report.drafter.lookup is None else " (this report's tree)"
         rows = [
-            (f"{each.name}{' (this report)' if each.own else ''}", _tau(each.acceptance))
+            (f"{each.name}{own if each.own else ''}", _tau(each.acceptance))
             for each in report.shapes
         ]
         caption = (

@@ -78,8 +78,7 @@ def replay_shapes(
                     earlier.accepted_at | reply.accepted_at,
                     earlier.margins or reply.margins,
                 )
-    measured = own.tree if own.alone is own.factory else None
-    records = (_record(shape, replies, own=shape == measured) for shape in drafted)
+    records = (_record(shape, replies, own=shape == own.tree) for shape in drafted)
     return ReplayedShapes(tuple(each for each in records if each), left_out, replies)
 
 

@@ -75,9 +75,11 @@ def test_golden_rounds_are_without_the_lookup(
         each.counters for each in both.golden.prompts
     ]
     for ours, theirs in zip(alone.shapes, both.shapes, strict=True):
-        assert ours.acceptance == theirs.acceptance and not theirs.own
+        assert (ours.acceptance, ours.own) == (theirs.acceptance, theirs.own)
+    assert both.of_drafter_alone and both.of_drafter_alone.rounds > 0
     page = (tmp_path / "both/eval/report.html").read_text()
     assert "drafter standalone and lookup" in page and "without the lookup" in page
+    assert "tokens, without the lookup" in (tmp_path / "both/eval/report.md").read_text()
 
 
 def test_a_budget_is_picked_with_the_tree_and_named(

@@ -119,6 +119,29 @@ def test_the_golden_figure_is_what_servers_are_held_against() -> None:
     assert "golden" not in model_card(head(), card, format="sglang", report=evaluated())
 
 
+def test_figures_with_a_lookup_are_not_said_of_the_head() -> None:
+    """The head's own is what was replayed of the report's tree, which servers draft."""
+    report, card = evaluated(), HeadCard(HUB, PROVENANCE, {})
+    own = report.shapes[-1].acceptance
+    beside = report.drafter.model_copy(update={"lookup": {"min_match": 1}})
+    both = evaluated(drafter=beside, acceptance_length=3.456)
+    assert both.of_drafter_alone == own and report.of_drafter_alone == report.acceptance
+    text = model_card(head(), card, format="sglang", report=both)
+    value = own.acceptance_length.value
+    assert f"acceptance length τ **{value:.2f}** (95 %" in text and "of the head alone" in text
+    assert "acceptance length τ with a lookup of earlier text **3.46**" in text
+    result = front_matter(text)["model-index"][0]["results"][0]
+    named = [(each["name"], each["value"]) for each in result["metrics"]]
+    assert named[0] == ("acceptance length τ", round(value, 3))
+    assert named[1] == ("acceptance length τ with a lookup of earlier text", 3.456)
+    assert all("lookup" in name for name, _ in named[1:])
+    assert "lookup" not in model_card(head(), card, format="sglang", report=report)
+    unknown = model_card(
+        head(), card, format="sglang", report=both.model_copy(update={"shapes": ()})
+    )
+    assert "of the head alone" not in unknown
+
+
 def test_where_it_comes_from_and_no_markup_of_data() -> None:
     text = model_card(head(), HeadCard(HUB, PROVENANCE, {}), format="sglang", report=evaluated())
     assert "MIT 812, CC-BY-4.0 3" in text and "pii:EMAIL_ADDRESS 12" in text

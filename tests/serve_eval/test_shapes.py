@@ -93,7 +93,7 @@ def test_servers_shapes_are_without_a_lookup(
     own, questions, stop_ids = _open(tiny_target, config, head)
     prompts = [question.request_id for question in questions]
     of_the_head = replay_shapes(own, questions, stop_ids, config.eval)
-    assert [each.own for each in of_the_head.shapes] == [False, False]
+    assert [each.own for each in of_the_head.shapes] == [False, True]
     without = _config(tiny_target)
     alone, *_ = _open(tiny_target, without, head)
     monkeypatch.setattr(Comparison, "alone", property(lambda self: self.factory))
