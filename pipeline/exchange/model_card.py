@@ -91,7 +91,7 @@ def _metadata(card: HeadCard, base: str, report: EvalReport | None, license: str
             tau = alone.acceptance_length.value
             metrics.insert(0, _metric("acceptance_length", "acceptance length τ", tau))
         if speedup := report.speedup.get("plain"):
-            name = f"speedup over plain decoding{beside}"
+            name = f"speedup{beside} over plain decoding"
             metrics.append(_metric("speedup", name, speedup))
         result = {
             "task": {"type": "text-generation"},
@@ -132,7 +132,8 @@ def _measured(report: EvalReport) -> str:
         f"* acceptance length τ{beside} **{report.acceptance_length:.2f}**{_interval(figures)}, "
         "bonus token included",
         *(
-            f"* **{ratio:.2f}×** {_RIVALS.get(rival) or markdown_text(rival)}{beside}"
+            f"* **{ratio:.2f}×** {_RIVALS.get(rival) or markdown_text(rival)}"
+            f"{beside and ',' + beside}"
             for rival, ratio in report.speedup.items()
             if ratio
         ),
