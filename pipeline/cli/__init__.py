@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import pipeline
-from pipeline.config import DRAFTERS, PiiSection, RunConfig, load
+from pipeline.config import DRAFTERS, DrafterSection, PiiSection, RunConfig, load
 from pipeline.console import (
     discard_output,
     fail,
@@ -275,6 +275,8 @@ def _drafters(arguments: argparse.Namespace) -> int:
             about = " ".join((field.description or "").split())
             default = "required" if field.is_required() else field.get_default()
             print(f"{'':<14}{key} = {default}: {about}")
+    about = " ".join((DrafterSection.model_fields["lookup"].description or "").split())
+    print(f"lookup = None, beside any of them but none and ngram: {about}")
     return 0
 
 

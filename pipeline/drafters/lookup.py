@@ -52,8 +52,7 @@ class LookupDrafter:
         """See `Drafter`."""
         drafted = self.drafter.candidates(batch, planes, shape)
         looked_up = self.lookup.candidates(batch, planes, shape)
-        nothing = self.lookup.looks and not bool((looked_up.scores > -torch.inf).any())
-        return merge_candidates(drafted, looked_up, 0 if nothing else shape.steps)
+        return merge_candidates(drafted, looked_up, shape.steps)
 
     def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
         """See `Drafter`."""
@@ -71,8 +70,7 @@ class LookupDrafter:
 
 
 def merge_candidates(drafted: Candidates, looked_up: Candidates, depths: int) -> Candidates:
-    """C candidates of a drafter and, behind them, C' of a lookup, as many at each of `depths`; of
-    0 depths there is nothing to merge.
+    """C candidates of a drafter and, behind them, C' of a lookup, as many at each of `depths`.
 
     Nothing is looked at, and shapes depend on shapes alone: the same calls run in a graph.
     """
@@ -82,7 +80,7 @@ def merge_candidates(drafted: Candidates, looked_up: Candidates, depths: int) ->
     equal = drafted.tokens[:, None] == looked_up.tokens[..., None]  # [B, C', C]
     # Where the root and each of the lookup's candidates stand among all.
     place = torch.cat((index[:1] - 1, behind)).repeat(rows, 1)  # [B, 1 + C']
-    width = size // max(depths, 1)
+    width = size // depths
     for depth in range(depths):
         at = slice(depth * width, (depth + 1) * width)
         parent = place.gather(1, looked_up.parents[:, at] + 1)  # [B, W]

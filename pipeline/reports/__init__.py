@@ -523,6 +523,13 @@ class EvalReport(Record):
     """Every request."""
 
     @property
+    def subject(self) -> str:
+        """What was evaluated, for headings."""
+        if not self.head:
+            return self.drafter.label
+        return "Draft head" if self.drafter.lookup is None else "Draft head and lookup"
+
+    @property
     def of_drafter_alone(self) -> AcceptanceFigures | None:
         """Its acceptance without a lookup: where there was one, as `shapes` replay it. None where
         that is not known."""

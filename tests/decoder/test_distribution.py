@@ -27,6 +27,7 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import PAGE
 from pipeline.decoder.ops.tree import SamplingTensors, Tree
 from pipeline.decoder.request import Request
+from pipeline.drafters.lookup import LookupDrafter
 from pipeline.drafters.ngram import NgramDrafter
 from pipeline.drafters.self_spec import SnapKvDrafter, StreamingDrafter
 from pipeline.drafters.standalone import StandaloneDrafter
@@ -82,6 +83,11 @@ CASES = {
     "eagle3": Case(_eagle3),
     "dflash": Case(_dflash),
     "dspark": Case(_dspark),
+    "eagle3 and lookup": Case(
+        lambda model, other: LookupDrafter(
+            _eagle3(model, other), NgramDrafter(model, TREE, NgramSection())
+        )
+    ),
     "ngram": Case(lambda model, other: NgramDrafter(model, TREE, NgramSection())),
     "standalone": Case(lambda model, other: StandaloneDrafter(other, model, TREE)),
     "self_spec-streaming": Case(

@@ -5,8 +5,11 @@ Against the decoder's report in fp32 and in bf16, with and without vLLM's list o
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from pipeline.config import TreeSection
 from pipeline.reports import EvalReport
 from pipeline.serve_eval.servers.findings import NOISE, findings_of
 from tests.serve_eval.recorded_runs import FOLDER, Recording, Recordings
@@ -58,6 +61,34 @@ def test_slight_noise_in_the_target_shows_by_how_often_replies_part(
     seen = unscored.seen(recording.runs[0], reports[dtype], listed=True)
     (found,) = (each for each in findings_of(seen) if each.name == "replies_differ")
     assert "too often: as if noise of 0.4" in found.text
+
+
+def test_a_right_server_is_not_held_against_rounds_with_a_lookup() -> None:
+    """It drafts the report's tree, as the drafter alone does; the report's own accepted more."""
+    recording, reports = next(each for each in EVERY if not each[0].found)
+    report, chain = reports["float32"], TreeSection.chain(recording.drafts)
+    assert report.golden
+    prompts = [
+        each.model_copy(update={"counters": each.shapes[chain.label]})
+        for each in report.golden.prompts
+    ]
+    alone = report.model_copy(
+        update={
+            "settings": report.settings.model_copy(update={"tree": chain}),
+            "golden": report.golden.model_copy(update={"prompts": tuple(prompts)}),
+        }
+    )
+    both = {"drafter": report.drafter.model_copy(update={"lookup": {}})}
+    seen = recording.seen(recording.runs[0], alone, listed=True)
+    own = {
+        each.id: each.counters.model_copy(
+            update={"accepted_lengths": tuple(reversed(each.counters.accepted_lengths))}
+        )
+        for each in prompts
+    }
+    for held, expected in ((alone, {"acceptance_differs"}), (alone.model_copy(update=both), set())):
+        findings = findings_of(replace(seen, report=held, own=own))
+        assert {each.name for each in findings if each.severity == "error"} == expected
 
 
 def test_there_are_as_many_as_the_documentation_says() -> None:
