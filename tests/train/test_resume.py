@@ -21,6 +21,7 @@ import yaml
 from pipeline.config import RunConfig
 from pipeline.errors import CorruptShard
 from pipeline.records import Manifest
+from pipeline.store.gc import find_orphans, remove
 from pipeline.store.location import Location
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.loop import Grace
@@ -80,6 +81,9 @@ def test_a_node_dies_and_another_one_goes_on_from_the_bucket(
     kill_after(cached_in(remote, dead), 8)
     assert list(dead.rglob("weights.safetensors"))
     shutil.rmtree(dead)
+    # A checkpoint that the dead node was writing has no marker: it is left to `eagle3 gc`.
+    unfinished = checkpoints_of(remote).child("step-000008-0123456789abcdef")
+    unfinished.write("weights.safetensors", b"cut")
     capsys.readouterr()
     manifest = run(cached_in(remote, alive))
     assert "continuing from checkpoint step-0000" in capsys.readouterr().out
@@ -87,6 +91,8 @@ def test_a_node_dies_and_another_one_goes_on_from_the_bucket(
     assert checksums(manifest) == checksums(undisturbed)
     markers = [name for name in checkpoints_of(remote).names() if name.endswith(".json")]
     assert markers == ["step-000020.json", "step-000024.json"]
+    assert unfinished.names() == ["weights.safetensors"]
+    remove(find_orphans(remote.run.uri))
     assert len(checkpoints_of(remote).subdirectories()) == 2
 
 
