@@ -1,8 +1,8 @@
 """Where the Triton kernels run: on a GPU if there is one, else in Triton's interpreter.
 
 Whether kernels are interpreted is settled when Triton is first imported, and other tests, or
-transformers, have imported it by now. So without a GPU the tests of `test_triton*.py` run in one
-process of their own, and each reports here what became of it there.
+transformers, have imported it by now. So without a GPU the tests of each `test_triton*.py` run in
+one process of their own, and each reports here what became of it there.
 
 The interpreter patches the language before a launch, and again, attribute by attribute, before each
 call from one kernel's function to another's, which took most of its time. Here a launch patches a
@@ -32,7 +32,7 @@ from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.ops.triton.launch import INTERPRETED
 
 _ROOT = Path(__file__).resolve().parents[3]
-_OUTCOMES = pytest.StashKey[dict[str, str | None]]()
+_OUTCOMES = pytest.StashKey[dict[Path, dict[str, str | None]]]()
 
 
 def _patch_once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -90,13 +90,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a kernel's test here if kernels run here, else answer with its interpreted outcome."""
     if not _is_kernel_test(pyfuncitem) or INTERPRETED or torch.cuda.is_available():
         return None
-    session = pyfuncitem.session
-    if _OUTCOMES not in session.stash:
-        session.stash[_OUTCOMES] = _interpret(
-            [item.nodeid for item in session.items if _is_kernel_test(item)]
-        )
-    outcomes = session.stash[_OUTCOMES]
-    name = ".".join([*pyfuncitem.path.relative_to(_ROOT).with_suffix("").parts, pyfuncitem.name])
+    session, path = pyfuncitem.session, pyfuncitem.path
+    # By file, as workers share the tests out: each knows all of them, and runs some files.
+    by_file = session.stash.setdefault(_OUTCOMES, {})
+    if path not in by_file:
+        by_file[path] = _interpret([item.nodeid for item in session.items if item.path == path])
+    outcomes = by_file[path]
+    name = ".".join([*path.relative_to(_ROOT).with_suffix("").parts, pyfuncitem.name])
     if name not in outcomes:
         pytest.fail(f"the interpreter's process did not run this test: {outcomes}", pytrace=False)
     problem = outcomes[name]
