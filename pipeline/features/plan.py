@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
-from pipeline.planning.targets import TargetShape, aux_layers, shape_of
+from pipeline.planning.targets import TargetShape, aux_layers, name_to_serve, shape_of
 from pipeline.records import Manifest, Plan
 from pipeline.store.manifest import find_manifest, finished_state, stage_location
 from pipeline.store.shards import SHARDS, committed_state
@@ -154,7 +154,7 @@ def serve_command(config: RunConfig, layers: Sequence[int]) -> str:
     settings = speculative_config(layers), transfer_config(config.features.engine.directory)
     speculative, transfer = (shlex.quote(json.dumps(each)) for each in settings)
     return (
-        f"vllm serve {shlex.quote(config.target.source)} --no-enable-prefix-caching "
+        f"vllm serve {shlex.quote(name_to_serve(config.target))} --no-enable-prefix-caching "
         f"--speculative-config {speculative} --kv-transfer-config {transfer}"
     )
 

@@ -143,6 +143,16 @@ def known_shape(config: RunConfig) -> TargetShape | None:
     return replace(shape, aux_layers=aux_layers(config)) if shape else None
 
 
+def name_to_serve(target: TargetSection) -> str:
+    """What a server loads as the target: its source, or the directory that a GGUF file was
+    converted into, and TARGET before that."""
+    source = target.source
+    if not source.startswith("package:") and Path(source).suffix != ".gguf":
+        return source
+    config = _config_on_disk(target)
+    return str(config.parent) if config else "TARGET"
+
+
 def aux_layers(config: RunConfig) -> int:
     """How many states of the target are captured for the head."""
     chosen = config.target.capture_layers

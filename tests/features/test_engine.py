@@ -24,12 +24,15 @@ from pipeline.config import (
     FeaturesSection,
     GeneratorSection,
     RunConfig,
+    RunSection,
     TargetSection,
+    run,
 )
 from pipeline.errors import DataError, EndpointError, EndpointsUnavailable
 from pipeline.features.capture import LocalStates, capture_shard
 from pipeline.features.engine import EngineStates, Servers, asked_layers
 from pipeline.features.plan import plan
+from pipeline.planning.targets import name_to_serve
 from pipeline.records import Plan, Sample
 from pipeline.target.forward import capture_alone, layer_outputs, register_packed_attention
 from pipeline.target.open import Target, open_target
@@ -305,6 +308,25 @@ def test_a_plan_names_one_visit_before_there_are_samples(
         if each.startswith("one visit: ")
     )
     assert "prefill each conversation again, 500 tokens" in line
+
+
+@pytest.mark.parametrize("source", ["small.Q4_1.gguf", "package:llm_small"])
+def test_a_server_is_given_what_it_can_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """Not a GGUF file, nor the name of a package: the directory into which it was converted."""
+    monkeypatch.setattr(run, "_run", RunSection(cache_dir=str(tmp_path / "cache")))
+    package = tmp_path / "llm_small"
+    package.mkdir()
+    for path in (package / "__init__.py", package / "small.Q4_1.gguf"):
+        path.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = TargetSection(source=str(package / source) if ":" not in source else source)
+    assert name_to_serve(target) == "TARGET"
+    converted = tmp_path / "cache/targets/small.Q4_1-bfloat16-0"
+    converted.mkdir(parents=True)
+    (converted / "config.json").touch()
+    assert name_to_serve(target) == str(converted)
 
 
 def test_a_plan_prints_the_server(tmp_path: Path, make_config: Callable[..., RunConfig]) -> None:
