@@ -64,6 +64,13 @@ def stream_prompts(
         yield from draw(prompts, spec.limit, seed, balance)
 
 
+def require_files(specs: Sequence[SourceSpec]) -> None:
+    """Raise DataError for a file that is not there or cannot be opened; nothing else is read."""
+    for spec in specs:
+        if not spec.source.startswith("hub:"):
+            open_file(spec.source, unpack=False).close()
+
+
 def read_source(
     spec: SourceSpec, bad: BadRecords | None = None, name: str | None = None
 ) -> Iterator[Prompt]:

@@ -28,6 +28,7 @@ from pipeline.config import RunConfig, SynthSection, prepare_process
 from pipeline.console import long_step, notice, progress_bar
 from pipeline.errors import CorruptShard, DataError, EndpointError, StageConflict
 from pipeline.prompts.changes import commits_in, notice_changes
+from pipeline.prompts.sources import require_files
 from pipeline.records import Arithmetic, Manifest, Prompt, Sample, TargetContract
 from pipeline.store.location import Location
 from pipeline.store.manifest import MANIFEST, find_manifest, read_begin, stage_location
@@ -293,6 +294,9 @@ class SynthPipeline:
 
 
 def _open_pipeline(config: RunConfig) -> SynthPipeline:
+    if not stage_location(config.run.uri, "synth").exists(SELECTION):
+        section = synth_section(config)
+        require_files((*section.sources, *section.excluded_sources))
     with long_step("synth", "reading the target"):
         return SynthPipeline(config)
 

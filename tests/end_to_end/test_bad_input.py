@@ -38,9 +38,11 @@ def test_unknown_key(write_config: Write, fails: Fails) -> None:
 def test_missing_files(write_config: Write, fails: Fails, tmp_path: Path) -> None:
     assert "no-such.yaml: no such file" in fails("synth", tmp_path / "no-such.yaml")
     missing = str(tmp_path / "no-such.jsonl")
-    assert missing in fails("synth", write_config(synth={"sources": [{"source": missing}]}))
     target = f"target.source={tmp_path / 'nowhere/model'}"
     assert "target.source" in fails("synth", write_config(), target)
+    for key in ("sources", "exclude"):  # told before a target is read, or downloaded
+        config = write_config(synth={key: [{"source": missing}]})
+        assert missing in fails("synth", config, target)
 
 
 def test_a_broken_line_in_a_prompts_file(write_config: Write, fails: Fails, tmp_path: Path) -> None:
