@@ -7,10 +7,10 @@ compiled is therefore what is launched. A kernel that does not compile, or needs
 than the architecture gives a program, ends the command with an error. `programs` is how many of it
 a multiprocessor holds at a time, `occupancy` the share of its 64 warps that these are.
 
-tests/decoder/ops/aot.txt is what the command prints, of one version of Triton and its assembler.
-`source` is a digest of what a kernel is compiled from, Triton's first representation of it. With
-`--known` a row of such a table is taken over where version, launch and source are the same: what
-was changed is compiled, which takes seconds instead of minutes.
+tests/decoder/ops/aot-*.txt are what the command prints, each of a version of Triton and its
+assembler. `source` is a digest of what a kernel is compiled from, Triton's first representation of
+it. With `--known` a row of such a table is taken over where version, launch and source are the
+same: what was changed is compiled, which takes seconds instead of minutes.
 """
 
 from __future__ import annotations

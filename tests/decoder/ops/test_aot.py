@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.backends.compiler import BaseBackend  # type: ignore[import-untyped]
 
@@ -147,8 +148,9 @@ def test_launches_are_recorded_as_triton_specialises_them(monkeypatch: pytest.Mo
     assert compared > 500
 
 
-#: What `python -m bench.aot` prints. After a change: `… --known tests/decoder/ops/aot.txt`.
-PINNED = Path(__file__).parent / "aot.txt"
+#: What `python -m bench.aot` prints, of each version of Triton; after a change: `… --known TABLE`.
+TABLES = {path.stem.removeprefix("aot-"): path for path in Path(__file__).parent.glob("aot-*.txt")}
+PINNED = TABLES.get(triton.__version__, TABLES["3.7.0"])
 
 
 def test_programs_of_a_multiprocessor() -> None:
@@ -197,6 +199,20 @@ def test_compiles_for_every_architecture(
     assert {row[4] for row in default} == {f"sm_{arch}" for arch in SHARED_LIMIT}
     for row in default:
         assert int(row[-2]) >= 2, f"two programs do not fit on one multiprocessor of {row[4]}"
+
+
+def test_every_table_has_every_launch() -> None:
+    """One that was not made again after a change would pin what nobody launches."""
+    launches = sorted(
+        f"{each.name} {each.label} sm_{arch} {each.warps} {each.stages}"
+        for each in variants()
+        for arch in SHARED_LIMIT
+    )
+    for version, path in TABLES.items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert lines[0] == f"triton {version}"
+        # What stands before source, shared memory, registers, spilled, programs, occupancy.
+        assert sorted(" ".join(line.split()[:-6]) for line in lines[2:]) == launches, version
 
 
 def test_the_pinned_table_is_the_compilers(tmp_path: Path) -> None:
