@@ -226,10 +226,13 @@ class TrainingLoop:
             if self.progress.step:
                 self._give_up_windows()
             while self.progress.unmeasured or self.progress.step < steps:
-                with clock.paused():
+                with clock.paused("waiting for states"):
                     self._wait_for_window(grace)
                 self._train_window(clock, grace, bar)
-            self._report()
+            with clock.paused("evaluations"):
+                self._report()
+        if self.metrics:
+            notice("train", f"took {clock.shares()}")
 
     def _train_window(self, clock: Clock, grace: Grace, bar: ProgressBar) -> None:
         """All steps whose last batch is of the window that is there."""
@@ -252,7 +255,7 @@ class TrainingLoop:
                 due = self.progress.step % section.checkpoint_every == 0
                 passed = self.data.schedule.window(self.progress.batches) > window
                 if due or passed or self.progress.step == steps:
-                    with clock.paused():
+                    with clock.paused("checkpoints"):
                         self._save()
 
     def _wait_for_window(self, grace: Grace) -> None:
@@ -314,7 +317,7 @@ class TrainingLoop:
         section, step = self.section, self.progress.step
         last, decoded = step == self.steps, None
         if section.evaluate_every and (last or step % section.evaluate_every == 0):
-            with clock.paused():
+            with clock.paused("evaluations"):
                 decoded = self._evaluate()
         if decoded or last or step % section.log_every == 0:
             self._log(decoded, *clock.lap(waited, self.progress.tokens))

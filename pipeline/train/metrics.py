@@ -36,14 +36,25 @@ class Clock:
 
     def __init__(self, tokens: int) -> None:
         """`tokens` are those that were trained on before."""
-        self._mark, self._waited, self._tokens = time.perf_counter(), 0.0, tokens
+        self._began = self._mark = time.perf_counter()
+        self._waited, self._tokens = 0.0, tokens
+        self._paused: dict[str, float] = {}  # seconds
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens inside is not training."""
+    def paused(self, by: str) -> Iterator[None]:
+        """What happens inside is not training, but `by`."""
         started = time.perf_counter()
         yield
-        self._mark += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._mark += seconds
+        self._paused[by] = self._paused.get(by, 0.0) + seconds
+
+    def shares(self) -> str:
+        """The time since this process began, and what else than training took how much of it."""
+        seconds = time.perf_counter() - self._began
+        shares = {by: f"{paused / seconds:.0%}" for by, paused in self._paused.items()}
+        named = [f"{by} {share}" for by, share in shares.items() if share != "0%"]
+        return ", ".join([f"{seconds:,.0f} s", *named])
 
     def lap(self, waited: float, tokens: int) -> tuple[float, float]:
         """(tokens per second, share of the time spent waiting for data).

@@ -6,6 +6,7 @@ And that a kill changes nothing.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.target.open import open_target
 from pipeline.train.checkpoints import Marker
 from pipeline.train.loop import Evaluator, total_steps
+from pipeline.train.metrics import Clock
 from pipeline.train.prepare import StoredCorpus
 from pipeline.train.progress import Progress
 from pipeline.train.stage import run
@@ -75,6 +77,25 @@ def test_held_out_samples_are_not_trained_on(tiny_config: Configure, store_state
     assert rest.rejected["held_out"] == 6 and rest.samples == everything.samples - 6
     left_out = sum(int(corpus.reader(item.shard).tokens(item.sample)[1].sum()) for item in chosen)
     assert int(rest.counts["test"].sum()) == everything.supervised - left_out
+
+
+def test_what_else_than_training_took_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no part of the speed."""
+    now = 100.0
+    monkeypatch.setattr("pipeline.train.metrics.time.perf_counter", lambda: now)
+    clock = Clock(tokens=50)
+
+    def after(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    for by, seconds in [("evaluations", 6.0), ("checkpoints", 0.3), ("evaluations", 4.0)]:
+        after(20.0)
+        with clock.paused(by):
+            after(seconds)
+    assert clock.lap(waited=15.0, tokens=350) == (5.0, 0.25)
+    after(29.7)
+    assert clock.shares() == "100 s, evaluations 10%"
 
 
 def test_too_few_samples_to_hold_out(tiny_config: Configure, store_states: Store) -> None:
@@ -152,6 +173,7 @@ def test_the_best_head_is_exported(
     assert shown.count("train.evaluate_prompts") == 1
     figure = f"τ {reported.tau:.3f} ± {reported.tau_error:.3f} (standard error)"
     assert f"{figure} on 3 samples that did not choose it" in shown
+    assert re.search(r"took \d+ s, .*evaluations [1-9]\d*%", shown), shown
     kept = checkpoints_of(config).glob(f"best-{best:06d}-*")
     trained = load_file(next(kept))["fc.weight"]  # in training's type; heads are stored in bf16
     assert torch.equal(trained.bfloat16().float(), head.fc.weight)
