@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,18 +18,25 @@ from pipeline.decoder.request import Request
 from pipeline.errors import ConfigError
 from pipeline.heads.dflash.blocks import BlockObjective, DflashModel, cut_blocks
 from pipeline.heads.dflash.drafter import DflashDrafter
-from pipeline.heads.dflash.init import _blank_outputs, solve_least_squares
+from pipeline.heads.dflash.init import _blank_outputs
 from pipeline.heads.dflash.shape import DflashHead, DflashShape
-from pipeline.heads.init import random_init
 from pipeline.heads.registry import algorithm_of, load_head
 from pipeline.store.states import StatesSample
 from pipeline.train.plan import plan
 from pipeline.train.stage import run
 from pipeline.train.trainer import MuonAndAdamW, make_optimizer
-from tests.train.conftest import SMALL, SMALL_VOCABULARY, make_sample
+from tests.train.conftest import SMALL
 from tests.train.memory_corpus import pack_samples
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
-from tests.train.test_dflash import Mistake, block_by_definition
+from tests.train.test_dflash import (
+    LINEAR,
+    Mistake,
+    block_by_definition,
+    linear_target,
+    moved_by,
+    random_head,
+    started_on,
+)
 from tests.train.test_unroll import Constants, constants, documents
 
 BLOCK, RANK, DECAY = 4, 3, 2.0  # a block of test_dflash.py
@@ -48,18 +54,7 @@ def head() -> DflashHead:
         markov_rank=RANK,
         confidence=True,
     )
-    made = DflashHead(shape)
-    random_init(made, 3)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            random = torch.rand(parameter.shape, generator=generator)
-            if "norm" in name:
-                parameter.copy_(random + 0.5)
-            else:
-                parameter.mul_(30 if "markov" in name else 8)
-    made.set_vocabulary(SMALL_VOCABULARY)
-    return made.double()
+    return random_head(shape, seed=5)
 
 
 def model_of(head: DflashHead, **changes: Any) -> DflashModel:
@@ -147,56 +142,16 @@ def test_half_precision_computes_about_the_same(head: DflashHead) -> None:
 def test_a_start_by_least_squares_knows_more_than_a_random_one(head: DflashHead) -> None:
     """The next state is a linear map of the last token's embedding and of the state before it,
     which the root's own position has to look up as the masks' do."""
-    generator = torch.Generator().manual_seed(1)
-    sizes = {"draft_vocab_size": 24, "num_attention_heads": 8, "head_dim": 8}
-    shape = head.shape.model_copy(update=sizes)
-    fixed = Constants(*(each.float() for each in constants()))
-    fixed.embedding[:, 0] = 3.0
-    fixed.embedding[head.shape.mask_token_id, 0] = -3.0
-    maps = torch.randn(2, 16, 16, generator=generator) / 4
-
-    def sample(number: int) -> StatesSample:
-        ids = torch.randint(0, 23, (24,), generator=generator)
-        aux = torch.randn(24, 48, generator=generator)
-        aux[:, 0] = 3.0
-        final = aux[:, 32:].roll(1, 0) @ maps[0] + fixed.embedding[ids] @ maps[1]
-        final[:, 1] += 4
-        final = 4 * final / final.square().mean(-1, keepdim=True).sqrt()
-        return make_sample(str(number), ids.tolist(), range(4, 24), aux, final)
-
-    batches = [
-        pack_samples([sample(4 * number + each) for each in range(4)]) for number in range(9)
-    ]
-
-    def started(solve: bool) -> tuple[DflashModel, float]:
-        made, explained = DflashHead(shape), 0.0
-        random_init(made, 3)
-        made.set_vocabulary(torch.arange(24))
-        with torch.no_grad():
-            made.lm_head.weight.copy_(fixed.lm_head)
-        if solve:
-            setting: dict[str, Any] = {"anchors": 99, "decay": DECAY, "seed": 0}
-            fit = solve_least_squares(made, fixed.embedding, batches, **setting)
-            explained = fit.explained_by_attention
-        objective = BlockObjective(99, DECAY, 0, "ce_tv")
-        model = DflashModel(made, *fixed, objective, max_length=24, dtype=torch.float32)
-        return model, explained
-
-    (solved, explained), (plain, _) = started(True), started(False)
-    assert explained > 0.2
+    shape = head.shape.model_copy(update=LINEAR)
+    fixed, batches = linear_target(shape)
+    solved, fit = started_on(shape, fixed, batches, solve=True, loss="ce_tv")
+    plain, _ = started_on(shape, fixed, batches, solve=False, loss="ce_tv")
+    assert fit and fit.explained_by_attention > 0.2
     batch = batches[1]
     assert float(solved(batch).loss.detach()) < 0.9 * float(plain(batch).loss.detach())
     block = cut_blocks(batch, torch.tensor([15]), BLOCK + 1)
-
-    @torch.no_grad()
-    def moved(back: int) -> float:
-        """By how much the root's position moves when the entry so far before the root changes."""
-        aux = batch.aux_states.clone()
-        aux[int(block.anchors) - back, 32:] += torch.randn(16, generator=generator)
-        change = solved.draft(replace(batch, aux_states=aux), block) - solved.draft(batch, block)
-        return float(change[0, 0].norm())
-
-    assert moved(1) > 3 * moved(4) > 0
+    near, far = (moved_by(solved, batch, block, back)[0] for back in (1, 4))
+    assert near > 3 * far > 0
 
 
 def test_a_new_head_s_bias_and_confidence_say_nothing(head: DflashHead) -> None:
