@@ -161,6 +161,7 @@ class HeadAlgorithm:
     describe: Callable[[Any], str]  # head → "an EAGLE-3 draft head", for the model card
     #: Whether a head of `head_type` is of this algorithm, by its shape: several may share a class.
     owns: Callable[[Any], bool] = lambda _shape: True
+    is_unrolled: bool = False  # a draft of γ tokens reads all of the head γ times
     drafter_name: str = ""  # value of drafter.name that drafts with such a head; "": `name`
     formats: tuple[str, ...] = ()  # that `export` writes
     #: Why a format of other algorithms has no place for such a head.

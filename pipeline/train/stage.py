@@ -25,7 +25,7 @@ from pipeline.errors import StageConflict, TakenOver, memory_explained
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard, without_places
 from pipeline.heads.init import DraftVocabulary
-from pipeline.heads.registry import empty_head, encode_head
+from pipeline.heads.registry import algorithm, empty_head, encode_head
 from pipeline.records import Manifest
 from pipeline.store.manifest import Awaited, find_manifest, manifest_where, read_manifest
 from pipeline.store.shards import read_shard
@@ -45,6 +45,7 @@ from pipeline.train.prepare import (
     draft_vocabulary,
     initial_head,
     log_coverage,
+    log_vocabulary_sizes,
     open_corpus,
     open_data,
 )
@@ -103,6 +104,8 @@ def _train(
         data = open_data(config, corpus, target, init.shape)
     vocabulary = draft_vocabulary(init, data.survey.counts)
     log_coverage(data.survey, vocabulary)
+    if algorithm(config.train).is_unrolled:
+        log_vocabulary_sizes(init, data.survey, target)
     head = initial_head(init, config.train, vocabulary, target, seed=config.run.seed)
     loop = set_up(config, stage_run, head, target, data)
     with memory_explained("train"):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from pipeline.errors import ContractMismatch, StoreError
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
-from pipeline.heads.init import choose_vocabulary, random_init
+from pipeline.heads.init import choose_vocabulary, random_init, size_vocabulary
 from pipeline.heads.registry import load_head, save_head
 from pipeline.records import TargetContract
 
@@ -119,3 +119,33 @@ def test_the_vocabulary_is_the_most_frequent_tokens() -> None:
     assert chosen.target_ids.tolist() == [1, 2, 5] and chosen.coverage == pytest.approx(17 / 20)
     filled = choose_vocabulary(counts, 5).target_ids.tolist()
     assert filled == [0, 1, 2, 3, 5], "unseen tokens fill up, lowest first"
+
+
+def test_vocabularies_are_sized_by_hand() -> None:
+    """A larger one covers more, and is read at every step of a chain."""
+    settings = {"target": 100, "layer": 10, "hidden": 2}
+    one, two, three, four = size_vocabulary(torch.tensor([1, 8, 5, 6]), (1, 2, 3, 4), **settings)
+    # Without one of its own, the second is as frequent as the third; the fourth has only one.
+    coverage = [each.coverage for each in (one, two, three, four)]
+    assert coverage == pytest.approx([8 / 20, 11 / 20, 19 / 20, 19 / 20])
+    alpha = 0.75 * 19 / 20
+    chains = [
+        sum(alpha**position for position in range(steps + 1)) / (1 + 0.16 * steps)
+        for steps in range(1, 9)
+    ]
+    assert three.speedup == pytest.approx(max(chains)) and chains[0] < max(chains) > chains[-1]
+    assert two.speedup < three.speedup > four.speedup
+
+
+def test_coverage_is_that_of_tokens_that_are_not_counted() -> None:
+    """Of tokens by Zipf's law the chosen ones hold more than they will of the next."""
+    generator = torch.Generator().manual_seed(0)
+    law = 1 / torch.arange(1, 30_001, dtype=torch.float64)
+    law = (law / law.sum())[torch.randperm(30_000, generator=generator)]
+    counts = torch.bincount(torch.multinomial(law, 20_000, True, generator=generator))
+    counts = torch.nn.functional.pad(counts, (0, 30_000 - len(counts)))
+    for sized in size_vocabulary(counts, [1000, 4000, 8000], target=1, layer=1, hidden=1):
+        chosen = choose_vocabulary(counts, sized.size)
+        held = float(law[chosen.target_ids].sum())
+        assert abs(sized.coverage - held) < 0.03
+        assert chosen.coverage - held > 2 * abs(sized.coverage - held)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,14 @@ from pipeline.learning.batches import AHEAD, ReadAhead, Schedule, read_batch, sh
 from pipeline.learning.corpus import HeldOut, Piece, Survey, draw_samples, survey
 from pipeline.store.states import StatesRows, StatesSample, teacher_positions
 from pipeline.train.loop import own_batches
-from pipeline.train.prepare import audit_mask, coverage_by_source, log_coverage, show_sample
+from pipeline.train.prepare import (
+    HeadInit,
+    audit_mask,
+    coverage_by_source,
+    log_coverage,
+    log_vocabulary_sizes,
+    show_sample,
+)
 from pipeline.train.stage import run
 from tests.train.memory_corpus import MemoryCorpus
 from tests.train.runs import Configure, Store
@@ -180,6 +189,19 @@ def test_of_many_sources_the_least_covered_are_said(
     assert ("by source: s0 100.00%, s1 90.00%" in said) == (sources == 6)
     assert ("the least of 7 sources: s6 40.00%, s5 50.00%" in said) == (sources == 7)
     assert ("s0" in said) == (sources == 6)
+
+
+@pytest.mark.parametrize("own", [256, 1024])
+def test_a_faster_draft_vocabulary_is_named(own: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here 256 tokens are all that is ever said."""
+    counts = {"s": torch.where(torch.arange(2000) < 256, 9, 0)}
+    surveyed = Survey((), 1, 1, 2304, counts, {}, 0)
+    shape: Any = SimpleNamespace(draft_vocab_size=own, vocab_size=2000, hidden_size=64)
+    target: Any = SimpleNamespace(contract=SimpleNamespace(parameters=10**6))
+    log_vocabulary_sizes(HeadInit(shape, 20_000 + 64 * own, 0.05), surveyed, target)
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("on paper 256 tokens would decode" in said) == (own == 1024)
+    assert ("they hold 100.0%, 1,024 hold 100.0%" in said) == (own == 1024)
 
 
 def test_one_sample_is_shown_with_its_mask(

@@ -87,6 +87,7 @@ ALGORITHM = HeadAlgorithm(
     settings=_settings,
     size=HeadSize.of,
     describe=lambda _head: "an EAGLE-3 draft head",
+    is_unrolled=True,
     formats=("sglang", "speculators", "gguf"),
     refusals={
         "mtp": "MTP layers join token and hidden state before the layer, this head inside it"
