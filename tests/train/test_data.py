@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config import TrainSection
 from pipeline.errors import CorruptShard, DataError
 from pipeline.heads.init import DraftVocabulary, choose_vocabulary
+from pipeline.heads.registry import algorithm
 from pipeline.learning.batches import AHEAD, ReadAhead, Schedule, read_batch, shards_together
 from pipeline.learning.corpus import HeldOut, Piece, Survey, draw_samples, survey
 from pipeline.store.states import StatesRows, StatesSample, teacher_positions
@@ -202,6 +204,28 @@ def test_a_faster_draft_vocabulary_is_named(own: int, capsys: pytest.CaptureFixt
     said = " ".join(capsys.readouterr().out.split())
     assert ("on paper 256 tokens would decode" in said) == (own == 1024)
     assert ("they hold 100.0%, 1,024 hold 100.0%" in said) == (own == 1024)
+
+
+def test_it_is_named_where_a_draft_reads_the_head_at_each_step(
+    tiny_config: Configure, store_states: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where a block is drafted in one forward, nor of heads that follow one another."""
+    named: list[int] = []
+    monkeypatch.setattr(
+        "pipeline.train.stage.log_vocabulary_sizes",
+        lambda init, survey, target: named.append(init.shape.draft_vocab_size),
+    )
+    config = tiny_config(max_steps=1)
+    store_states(config)
+    run(config)
+    assert named == [config.train.head_config.draft_vocab_size]
+    sections: list[dict[str, Any]] = [
+        {"algorithm": "eagle3"},
+        {"algorithm": "eagle3", "head_config": {"heads": 3}},
+        {"algorithm": "dflash"},
+    ]
+    unrolled = [algorithm(TrainSection.model_validate(each)).is_unrolled for each in sections]
+    assert unrolled == [True, False, False]
 
 
 def test_one_sample_is_shown_with_its_mask(
