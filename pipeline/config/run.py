@@ -136,7 +136,8 @@ class RunSection(Section):
     seed: int = Field(0, ge=0)
     """Seed of every random choice in the run."""
     threads: int = Field(0, ge=0)
-    """CPU threads of torch; 0 takes the cores this process may use."""
+    """CPU threads of torch; 0 takes the cores this process may use. Where other jobs hold some of
+    them, give the number that is free: threads that wait for a core are many times slower."""
     cache_dir: str | None = None
     """Where this machine keeps what can be made again: copies of remote shards, dequantised
     targets, compiled kernels, the workspace of a remote run. None: $XDG_CACHE_HOME/eagle3."""
