@@ -21,8 +21,6 @@ from pipeline.reports import AcceptanceFigures, EvalReport, ShapeAcceptance
 from pipeline.store.hub import license_fields
 
 MODEL_CARD = "README.md"
-#: Said of figures that are not the head's alone.
-_BESIDE = " with a lookup of earlier text"
 #: What the ways of decoding are called that a speedup is over.
 _RIVALS = {"plain": "plain decoding", "hf": "Hugging Face generate"}
 _REFERENCE = {
@@ -84,7 +82,7 @@ def _metadata(card: HeadCard, base: str, report: EvalReport | None, license: str
         fields = {"base_model": base} | fields
     if report:
         named = sorted({each.source for each in report.prompts if each.source}) or ["prompts"]
-        beside = _BESIDE if report.drafter.lookup is not None else ""
+        beside = _beside(report)
         name = f"acceptance length τ{beside}"
         metrics = [_metric("acceptance_length", name, report.acceptance_length)]
         if beside and (alone := report.of_drafter_alone):
@@ -125,7 +123,7 @@ def _about(head: DraftingHead, card: HeadCard) -> str:
 
 def _measured(report: EvalReport) -> str:
     tree, figures = report.settings.tree, report.acceptance
-    beside = _BESIDE if report.drafter.lookup is not None else ""
+    beside = _beside(report)
     shape = f"top_k {tree.top_k}, steps {tree.steps}, nodes {tree.nodes}" if tree else "none"
     rows = [
         *_alone(report),
@@ -153,6 +151,11 @@ def _measured(report: EvalReport) -> str:
         "\n".join([f"| category | τ{beside} |", "|---|---:|", *categories]) if categories else ""
     )
     return "\n\n".join(part for part in ("## Measured", "\n".join(rows), table) if part)
+
+
+def _beside(report: EvalReport) -> str:
+    """Said of figures that are not the head's alone."""
+    return "" if report.drafter.lookup is None else " with a lookup of earlier text"
 
 
 def _alone(report: EvalReport) -> list[str]:

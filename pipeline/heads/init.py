@@ -14,6 +14,7 @@ from pipeline.heads.base import BorrowedRows, DraftingHead, DraftShape, RmsNorm,
 from pipeline.heads.rope import rope_of_target
 from pipeline.learning.batches import TrainBatch
 from pipeline.learning.least_squares import Ridge
+from pipeline.planning.decode import MAX_CHAIN, chain_tau
 
 Shape = TypeVar("Shape", bound=DraftShape)
 
@@ -98,7 +99,6 @@ class SizedVocabulary(NamedTuple):
 
 #: Share of the covered tokens that a head of some training accepts, each given those before it.
 _ACCEPTED = 0.75
-_LONGEST_CHAIN = 8
 
 
 def size_vocabulary(
@@ -125,12 +125,11 @@ def size_vocabulary(
         return float((seen[:size] * stays).sum()) / total
 
     def speedup(covered: float, size: int, steps: int) -> float:
-        alpha = _ACCEPTED * covered
-        tau = sum(alpha**position for position in range(steps + 1))
+        tau = chain_tau(_ACCEPTED * covered, steps)
         return tau * target / (target + steps * (layer + hidden * size))
 
     def sized(size: int) -> SizedVocabulary:
-        covered, chains = coverage(size), range(1, _LONGEST_CHAIN + 1)
+        covered, chains = coverage(size), range(1, MAX_CHAIN + 1)
         best = max(speedup(covered, size, steps) for steps in chains)
         return SizedVocabulary(size, covered, best)
 

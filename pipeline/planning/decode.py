@@ -26,7 +26,7 @@ from pipeline.records import Record
 #: Of weights, keys and values: 16 bits.
 _WIDTH = 2
 #: The longest chain that is tried.
-_MAX_CHAIN = 8
+MAX_CHAIN = 8
 #: A head's draft vocabulary, and its MLP as a share of the target's.
 _DRAFT_VOCABULARY = 32_000
 _BLOCK, _BLOCK_LAYERS = 8, 2
@@ -84,6 +84,11 @@ def crossings(cells: Sequence[PlannedDecoding]) -> tuple[Crossing, ...]:
                     Crossing(drafter=drafter, batch=batch, context=context, pays_above=above > 0)
                 )
     return tuple(passed)
+
+
+def chain_tau(alpha: float, steps: int) -> float:
+    """τ of a chain of `steps` tokens, each accepted with probability alpha given those before."""
+    return sum(alpha**position for position in range(steps + 1))
 
 
 class MachineRates(NamedTuple):
@@ -147,7 +152,7 @@ class _Case(NamedTuple):
     budget: int  # self_spec's
 
     def fastest_chain(self, name: str, alpha: float) -> PlannedDecoding:
-        longest_chain = _LONGEST_CHAINS.get(name, _MAX_CHAIN)
+        longest_chain = _LONGEST_CHAINS.get(name, MAX_CHAIN)
         chains = (self._chain(name, alpha, steps) for steps in range(1, longest_chain + 1))
         return max(chains, key=lambda each: each.speedup)
 
@@ -155,7 +160,7 @@ class _Case(NamedTuple):
         plain = self.target.seconds(self.batch, self.context, 1)
         verify = self.target.seconds(self.batch, self.context, steps + 1)
         first, step, extend = _DRAFTING.get(name, _Case.head)(self, steps)
-        tau = sum(alpha**position for position in range(steps + 1))
+        tau = chain_tau(alpha, steps)
         seconds = verify + first + (steps - 1) * step + extend
         times = {"t_ar": plain, "t_verify": verify, "t_draft": step, "t_extend": first + extend}
         return PlannedDecoding(

@@ -59,11 +59,8 @@ def clock_of(config: RunConfig, *stages: Stage) -> datetime:
     return datetime.now(UTC)
 
 
-def load_evaluation_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """What is measured of `eval.prompts`, when set, otherwise of `eval.sources`; and all others.
-
-    At most `eval.max_prompts` are measured, even over categories. Raises ConfigError without any.
-    """
+def evaluation_sources(config: RunConfig) -> tuple[SourceSpec, ...]:
+    """Of `eval.prompts`, when set, otherwise `eval.sources`. Raises ConfigError without any."""
     section = config.eval
     sources = (
         (SourceSpec(source=section.prompts),)
@@ -76,7 +73,16 @@ def load_evaluation_prompts(config: RunConfig) -> tuple[list[Prompt], list[Promp
             where="eval.sources",
             fix="set eval.prompts=FILE.jsonl, or list sources as in configs/demo.yaml",
         )
-    prompts = load_prompts(sources, seed=config.run.seed)
+    return sources
+
+
+def load_evaluation_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """What is measured of `eval.prompts`, when set, otherwise of `eval.sources`; and all others.
+
+    At most `eval.max_prompts` are measured, even over categories. Raises ConfigError without any.
+    """
+    section = config.eval
+    prompts = load_prompts(evaluation_sources(config), seed=config.run.seed)
     measured = balanced(prompts, section.max_prompts, config.run.seed)
     names = {(prompt.source, prompt.sample_id) for prompt in measured}
     return measured, [each for each in prompts if (each.source, each.sample_id) not in names]

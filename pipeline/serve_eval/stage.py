@@ -13,7 +13,7 @@ from pipeline.errors import ConfigError, NotLossless, StageConflict, TakenOver, 
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import WEIGHTS, HeadCard
 from pipeline.heads.registry import open_head
-from pipeline.prompts.sources import hub_commits
+from pipeline.prompts.sources import hub_commits, require_files
 from pipeline.records import Manifest, Prompt, sealed_json, sealed_page
 from pipeline.reports import EVIDENCE, PAGE, REPORT, EvalReport
 from pipeline.serve_eval.compare import check_prompts
@@ -23,6 +23,7 @@ from pipeline.serve_eval.pages import print_table, restore_pages, write_html, wr
 from pipeline.serve_eval.questions import (
     LeftOut,
     clock_of,
+    evaluation_sources,
     load_evaluation_prompts,
     longest_context,
     readable,
@@ -92,6 +93,8 @@ def _evaluate(config: RunConfig, parent: Manifest | None, stage_run: StageRun) -
     """Measure and report as the only attempt. Raises TakenOver where it no longer is."""
     location, drafts = stage_run.location, config.eval.drafter.needs_head
     where, expected = manifest_where(config.run.uri, "train"), parent.contract if parent else None
+    if not location.exists(REPORT):
+        require_files(evaluation_sources(config))
     target = open_target(config.target, expected=expected, where=where, decoded=True)
     head = (
         open_head(vouched_head(config.run.uri, config.eval.head), expected=target.contract)

@@ -50,7 +50,7 @@ class Clock:
         self._paused[by] = self._paused.get(by, 0.0) + seconds
 
     def shares(self) -> str:
-        """The time since this process began, and what else than training took how much of it."""
+        """The time since this attempt began, and what else than training took how much of it."""
         seconds = time.perf_counter() - self._began
         shares = {by: f"{paused / seconds:.0%}" for by, paused in self._paused.items()}
         named = [f"{by} {share}" for by, share in shares.items() if share != "0%"]

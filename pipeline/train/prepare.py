@@ -231,12 +231,17 @@ def log_coverage(survey: Survey, vocabulary: DraftVocabulary) -> None:
 
 
 def log_vocabulary_sizes(init: HeadInit, survey: Survey, target: Target) -> None:
-    """Print which draft vocabulary would be the fastest on paper, if it is another one."""
+    """Print which draft vocabulary would be the fastest on paper, if it is another one.
+
+    Not for a head that continues an earlier one, and keeps its vocabulary.
+    """
+    if init.earlier:
+        return
     shape = init.shape
     own, vocabulary = shape.draft_vocab_size, shape.vocab_size
     sizes = sorted({own, vocabulary, *(2**n for n in range(8, 20) if 2**n < vocabulary)})
     sized = size_vocabulary(
-        torch.stack([*survey.counts.values()]).sum(0),
+        _of_all_sources(survey.counts),
         sizes,
         target=target.contract.parameters,
         layer=init.parameters - shape.hidden_size * own,
@@ -305,11 +310,16 @@ def choose_init(
 
 def draft_vocabulary(init: HeadInit, counts: Mapping[str, Tensor]) -> DraftVocabulary:
     """The most frequent supervised tokens, or the earlier head's own. counts: source → [V]."""
-    total = torch.stack(list(counts.values())).sum(0)
+    total = _of_all_sources(counts)
     if init.earlier is None:
         return choose_vocabulary(total, init.shape.draft_vocab_size)
     ids = init.earlier.target_ids()
     return DraftVocabulary(ids, float(total[ids].sum()) / max(1, int(total.sum())))
+
+
+def _of_all_sources(counts: Mapping[str, Tensor]) -> Tensor:
+    """counts: source → [V]; their sum [V]."""
+    return torch.stack([*counts.values()]).sum(0)
 
 
 def initial_head(

@@ -43,6 +43,8 @@ def test_missing_files(write_config: Write, fails: Fails, tmp_path: Path) -> Non
     for key in ("sources", "exclude"):  # told before a target is read, or downloaded
         config = write_config(synth={key: [{"source": missing}]})
         assert missing in fails("synth", config, target)
+    head = f"eval.head={tmp_path / 'nowhere/head'}"
+    assert missing in fails("eval", write_config(), target, head, f"eval.prompts={missing}")
 
 
 def test_a_broken_line_in_a_prompts_file(write_config: Write, fails: Fails, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -204,6 +204,9 @@ def test_a_faster_draft_vocabulary_is_named(own: int, capsys: pytest.CaptureFixt
     said = " ".join(capsys.readouterr().out.split())
     assert ("on paper 256 tokens would decode" in said) == (own == 1024)
     assert ("they hold 100.0%, 1,024 hold 100.0%" in said) == (own == 1024)
+    continued = HeadInit(shape, 20_000 + 64 * own, 0.05, earlier=cast("Any", object()))
+    log_vocabulary_sizes(continued, surveyed, target)  # it keeps the vocabulary that it has
+    assert not capsys.readouterr().out
 
 
 def test_it_is_named_where_a_draft_reads_the_head_at_each_step(

@@ -59,7 +59,7 @@ def _patch_once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return patch
 
 
-if INTERPRETED and hasattr(interpreter, "_LangPatchScope"):  # of triton 3.7
+if INTERPRETED and hasattr(interpreter, "_LangPatchScope"):  # of triton 3.6 and 3.7
     interpreter._patch_lang = _patch_once(interpreter._patch_lang)
 
 
