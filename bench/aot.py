@@ -152,6 +152,8 @@ def variants() -> tuple[Variant, ...]:
         for size in (64, 128):
             _record_attention(recorder, dtype, size)
             _record_products(recorder, dtype, size)
+        if dtype == torch.bfloat16:  # Gemma's
+            _record_attention(recorder, dtype, 256)
         for loss in get_args(Loss):
             _record_loss(recorder, dtype, loss)
     recorder.label = "int64"
@@ -301,9 +303,15 @@ def _record_rows(ops: Recorder, dtype: torch.dtype) -> None:
     """The kernels that work on rows of hidden states and logits, at an 8B model's sizes."""
     ops.label = _TYPES[dtype]
     hidden, logits = _empty(4, 4096, dtype=dtype), _empty(2, 8, 128256, dtype=dtype)
-    ops.add_rms_norm(hidden, hidden, hidden[0], 1e-5)
-    ops.embed_concat(_empty(4), hidden, hidden, hidden[0], hidden[0], 1e-5)
-    ops.silu_mul(_empty(4, 28672, dtype=dtype))
+    gain = _empty(4096, dtype=torch.float32)
+    ops.embed_concat(_empty(4), hidden, hidden, gain, gain, 1e-5)
+    for form, norm in (("", None), (" update norm", gain)):
+        ops.label = f"{_TYPES[dtype]}{form}"
+        ops.add_rms_norm(hidden, hidden, gain, 1e-5, norm)
+    for gelu in (False, True):
+        ops.label = f"{_TYPES[dtype]}{' gelu' if gelu else ''}"
+        ops.gate_mul(_empty(4, 28672, dtype=dtype), gelu=gelu)
+    ops.label = _TYPES[dtype]
     beams, scores = _empty(2, 10), _empty(2, 10, dtype=torch.float32)
     ops.select_beams(
         scores, scores[:, :, None].expand(2, 10, 10), beams[:, :, None].expand(2, 10, 10),
@@ -334,25 +342,30 @@ def _record_attention(ops: Recorder, dtype: torch.dtype, size: int) -> None:
             rotary, tokens, tokens, block_table, seq_lens, _empty(3), max_query_len, mask
         )
 
-    for norms in (None, (rotary[0][0], rotary[0][0])):
+    gain = _empty(size, dtype=torch.float32)
+    for norms in (None, (gain, gain)):
         ops.label = f"{_TYPES[dtype]} d={size}{' norms' if norms else ''}"
         ops.rope_write(qkv, norms, 1e-5, metadata(4, None), keys, values)
     ops.label = f"{_TYPES[dtype]} d={size}"
     ops.compact(planes, block_table, seq_lens, _empty(2, 7))
     # float32 is for checks; its products take the compiler long, and differ in no way between these
     # forms.
-    for count in (16,) if dtype == torch.float32 else (1, 16, 64):
+    for count in (16,) if dtype == torch.float32 or size == 256 else (1, 16, 64):
         ops.label = f"{_TYPES[dtype]} d={size} nodes={count}"
         query, mask = _empty(2 * count, 32, size, dtype=dtype), _empty(2 * count)
         ops.tree_attention(query, keys, values, metadata(count, mask))
         if count == 16:  # behind a sliding window, rows are masked in every page
             ops.label = f"{_TYPES[dtype]} d={size} sliding"
-            sliding = replace(metadata(count, mask), first_seen=seq_lens)
+            sliding = replace(metadata(count, mask), first_seen=mask)
             ops.tree_attention(query, keys, values, sliding)
     if dtype != torch.float32 or size == 64:
         ops.label = f"{_TYPES[dtype]} d={size} prefill"
         query = _empty(2048, 32, size, dtype=dtype)
         ops.tree_attention(query, keys, values, metadata(2000, None))
+    if size == 256:
+        ops.label = f"{_TYPES[dtype]} d={size} prefill sliding"
+        sliding = replace(metadata(2000, None), first_seen=_empty(2048))
+        ops.tree_attention(query, keys, values, sliding)
 
 
 def _record_products(ops: Recorder, dtype: torch.dtype, size: int) -> None:
@@ -360,7 +373,7 @@ def _record_products(ops: Recorder, dtype: torch.dtype, size: int) -> None:
     with the biases and head norms of other families, and with a draft head's in float8."""
     plane = _empty(2, 2, 32, 8, PAGE, size, dtype=dtype)
     rotary = _empty(8192, size, dtype=dtype), _empty(8192, size, dtype=dtype)
-    gain = _empty(4096, dtype=dtype)
+    gain = _empty(4096, dtype=torch.float32)
     queries = 4096 // size
     qkv = 4096 + 16 * size
     plain = LayerWeights(

@@ -358,7 +358,7 @@ def _rope(arguments: dict[str, Any], constants: Any, context: int) -> _Touched:
     keys, tokens = arguments["keys"], len(arguments["positions"])
     row, item = 2 * constants["HALF"], keys.dtype.itemsize
     entry = 0, tokens * constants["GROUPS"] * row * item
-    gain = (row * item if constants["NORMS"] else 0), 0
+    gain = (4 * row if constants["NORMS"] else 0), 0
     angle = tokens * row * item, 0
     gains = {"query_gain": gain, "key_gain": gain}
     return {"cos": angle, "sin": angle, "keys": entry, "values": entry, **gains}

@@ -1,4 +1,10 @@
-"""A dense Llama-family target: Llama, Mistral, Qwen2 (biases), Qwen3 (q/k norms), SmolLM2.
+"""A dense target of the Llama family, as its configuration has it:
+
+    Llama, SmolLM2, Mistral, Qwen2 (biases), Qwen3 (q/k norms)
+    Phi-3, Phi-4      q, k, v and gate, up stored as one; a part of each head turned by positions
+    SmolLM3           layers that no position turns
+    Gemma, Gemma 3    scaled embeddings, GELU; norms of what attention and MLP add, q/k norms,
+                      layers with a sliding window and other angles
 
 Weights are read from the target's safetensors and fused: q, k and v are one matrix, gate and up
 are one. Every forward is over T tokens in ragged rows: the nodes of trees, or pieces of prompts,
@@ -10,9 +16,10 @@ Shapes: T tokens, H hidden size, V vocabulary, Q query heads, G key/value heads,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +29,7 @@ from pipeline.decoder.kv import PlaneShape
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights, Packed
-from pipeline.decoder.ops.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM, WINDOW
 from pipeline.errors import UnsupportedModel
 from pipeline.target.architecture import DECODED, read_architecture
 from pipeline.target.rotary import RotaryTable
@@ -30,6 +37,13 @@ from pipeline.target.weights import TargetWeights
 
 #: model_type of the configurations that the decoder runs.
 SUPPORTED = DECODED
+#: Of those: with Gemma's embedding and MLP; whose layers say each what they see; whose layers all
+#: have the window, if there is one; of which positions turn a part of each head.
+_GEMMA = {"gemma", "gemma3_text"}
+_BY_TYPE = {"qwen2", "qwen3", "smollm3", "gemma3_text"}
+_SLIDING = {"mistral", "phi3"}
+_PARTIAL = {"phi3"}
+_SERVERS = "let servers answer and draft (docs/targets.md)"
 
 
 class Weights(Protocol):
@@ -73,30 +87,51 @@ class DecoderModel:
         self.device, self.dtype, self.ops = device, dtype, ops
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self._order = turned_first(config, self.head_dim)
         embedding = stored(weights.embedding(), device)
         tied = config.tie_word_embeddings or "lm_head.weight" not in weights
         lm_head = embedding if tied else stored(weights.lm_head(), device)
         self.lm_head = ops.pack(lm_head)
         self.embedding = embedding.to(dtype)  # [V, H]
+        scale = config.hidden_size**0.5 if config.model_type in _GEMMA else 1.0
+        # Rounded as transformers rounds it.
+        self._embedding_scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))
+        kinds = layer_kinds(config, max_length)
+        plain, local = two_kinds(kinds)
+        #: Positions that layers with a window see; 0: all layers see all positions.
+        self.sliding_window = max(kind.window for kind in kinds)
+        self.rotary = self._rotary_of(plain)
+        self._local = None if local is None else (self._rotary_of(local), local.window)
         layers: list[LayerWeights] = []
         norms: list[Tensor] = []  # of each layer's input, and of the last one's output
-        for index in range(config.num_hidden_layers):
+        for index, kind in enumerate(kinds):
             layer = weights.layer(index)
-            norms.append(layer["input_layernorm.weight"].to(device, dtype))
-            layers.append(fuse_layer(layer, ops, device))
-        norms.append(weights.final_norm().to(device, dtype))
+            norms.append(layer["input_layernorm.weight"].to(device, torch.float32))
+            fused = fuse_layer(layer, ops, device, order=self._order)
+            gelu = config.model_type in _GEMMA
+            layers.append(replace(fused, gelu=gelu, local=kind == local))
+        norms.append(weights.final_norm().to(device, torch.float32))
         self.input_norm = norms[0]
         eps = config.rms_norm_eps
         self.stack = LayerStack(tuple(layers), tuple(norms[1:]), eps, capture_layers)
-        length = max_length + HEADROOM
-        rotary = RotaryTable(config, length, device=device, dtype=dtype)
-        if rotary.cos.shape[-1] != self.head_dim:
-            turned = (
-                f"rotary positions of {rotary.cos.shape[-1]} of a head's {self.head_dim} values"
-            )
-            fix = "use a model whose heads are turned as a whole (partial_rotary_factor=1)"
-            raise UnsupportedModel(f"the decoder does not run {turned}", where="target", fix=fix)
-        self.rotary = rotary.cos, rotary.sin
+
+    def _rotary_of(self, kind: LayerKind) -> tuple[Tensor, Tensor]:
+        """cos and sin [S, d] of the layers of a kind, in the order of `turned_first`."""
+        length, size = self.max_length + HEADROOM, self.head_dim
+        cos = torch.ones(length, size, device=self.device, dtype=self.dtype)
+        sin = torch.zeros_like(cos)
+        if kind.rope is not None:
+            rope = _rope_config(self.config, kind.rope, size)
+            table = RotaryTable(rope, length, device=self.device, dtype=self.dtype)
+            turned = table.cos.shape[-1]
+            if turned != size and self._order is None:
+                problem = f"the decoder does not run rotary positions of {turned} of a head's "
+                fix = "use a model whose heads are turned as a whole (partial_rotary_factor=1)"
+                raise UnsupportedModel(f"{problem}{size} values", where="target", fix=fix)
+            for each, part in ((cos, table.cos), (sin, table.sin)):
+                halves = part.view(length, 2, turned // 2)
+                each.view(length, 2, size // 2)[..., : turned // 2] = halves
+        return cos, sin
 
     @classmethod
     def load(
@@ -112,9 +147,11 @@ class DecoderModel:
         """Read a target directory. Raises UnsupportedModel for what the decoder does not run."""
         from transformers import AutoConfig
 
-        config: Any = AutoConfig.from_pretrained(directory)
+        whole: Any = AutoConfig.from_pretrained(directory)
+        architecture = read_architecture(whole, str(directory), decoded=True)
+        config: Any = copy(whole.get_text_config())  # of a model that reads images, too
+        config.tie_word_embeddings = architecture.tied
         check_supported(config, max_length, where=str(directory))
-        architecture = read_architecture(config, str(directory), decoded=True)
         return cls(
             config,
             TargetWeights(directory, architecture),
@@ -142,10 +179,24 @@ class DecoderModel:
 
     def forward(self, tokens: Tensor, metadata: AttentionMetadata, plane: Tensor) -> Forward:
         """Run tokens [T]; their keys and values go to `plane`, the target's of a pool."""
-        embedded = F.embedding(tokens, self.embedding)  # [T, H]
+        embedded = self.embed(tokens)  # [T, H]
         normed, hidden = self.ops.add_rms_norm(embedded, None, self.input_norm, self.stack.eps)
+        metadata = self.with_local(metadata)
         normed, _, aux = self.ops.layers(self.stack, metadata, hidden, normed, plane)
         return Forward(aux, normed)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first layer adds to, of tokens [T]: [T, H]."""
+        embedded = F.embedding(tokens, self.embedding)
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+
+    def with_local(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """The same, with what layers of the other kind read. Entries are positions."""
+        if self._local is None:
+            return metadata
+        rotary, window = self._local
+        first_seen = (metadata.positions + (1 - window)).clamp(min=0) if window else None
+        return replace(metadata, local=replace(metadata, rotary=rotary, first_seen=first_seen))
 
     def working_bytes(self, rows: int, query_len: int, *, tokens: int, drawn: int) -> int:
         """Bytes that a forward of `tokens` tokens holds at most, beside weights, keys and values,
@@ -163,14 +214,81 @@ class DecoderModel:
         return self.ops.linear(final, self.lm_head)
 
 
+class LayerKind(NamedTuple):
+    """What tells layers of one model apart."""
+
+    window: int  # positions that a token sees, its own included; 0: all before it
+    rope: str | None  # whose `rope_parameters` turn positions, of a layer type; None: nothing does
+
+
+def layer_kinds(config: Any, max_length: int) -> list[LayerKind]:
+    """Of each layer, for texts of `max_length` tokens, which a window may have room for."""
+    count, name = config.num_hidden_layers, config.model_type
+    window = getattr(config, "sliding_window", None) or 0
+    types = getattr(config, "layer_types", None) if name in _BY_TYPE else None
+    types = types or ["sliding_attention" if name in _SLIDING else "full_attention"] * count
+    turned = config.no_rope_layers if name == "smollm3" else [1] * count  # one where they are
+    ropes = getattr(config, "rope_parameters", None) or {}
+    if max_length <= window or not getattr(config, "use_sliding_window", True):
+        window = 0
+    return [
+        LayerKind(
+            window if each == "sliding_attention" else 0,
+            (each if each in ropes else "all") if turned[index] else None,
+        )
+        for index, each in enumerate(types)
+    ]
+
+
+def two_kinds(kinds: list[LayerKind]) -> tuple[LayerKind, LayerKind | None]:
+    """The kind that a forward's metadata describe, and the one that their `local` does.
+
+    Raises UnsupportedModel for layers of more kinds.
+    """
+    plain = next((kind for kind in kinds if kind.rope and not kind.window), kinds[0])
+    others = sorted(set(kinds) - {plain}, key=str)
+    if len(others) > 1:
+        problem = f"the decoder does not run layers of {1 + len(others)} kinds"
+        raise UnsupportedModel(problem, where="target", fix=_SERVERS)
+    return plain, others[0] if others else plain if plain.window else None
+
+
+def turned_first(config: Any, size: int) -> Tensor | None:
+    """Where numbers of a head [d] go so that a rotation of its first r, half-split, becomes one of
+    all d, of which some turn by nothing; None: all are turned.
+
+        stored     a0 a1 | b0 b1 | x y u v        r = 4: (a, b) are turned
+        computed   a0 a1 x y | b0 b1 u v          (x, u) and (y, v) by zero
+    """
+    factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+    turned = int(size * factor)
+    if config.model_type not in _PARTIAL or turned == size:
+        return None
+    first, second = torch.arange(turned).chunk(2)
+    low, high = torch.arange(turned, size).chunk(2)
+    return torch.cat((first, low, second, high))
+
+
+def _rope_config(config: Any, rope: str, size: int) -> Any:
+    """A configuration as Llama's rotary embedding reads it, for layers of one type."""
+    parameters = dict(config.rope_parameters)
+    parameters = dict(parameters.get(rope) or parameters)
+    copied = copy(config)
+    copied.rope_parameters = parameters
+    if config.model_type in _PARTIAL and parameters.get("rope_type") == "default":
+        copied.head_dim = int(size * parameters.get("partial_rotary_factor", 1.0))
+    return copied
+
+
 def fuse_layer(
     layer: Mapping[str, Tensor],
     ops: TorchOps,
     device: torch.device,
     pack: Callable[[Tensor], Packed] | None = None,
+    order: Tensor | None = None,
 ) -> LayerWeights:
     """A layer's tensors by their Hugging Face names → what `ops.layer` computes with, its matrices
-    by `pack`, else by `ops.pack`."""
+    by `pack`, else by `ops.pack`; with queries and keys in the `order` of `turned_first`."""
     pack = pack or ops.pack
 
     def fused(*names: str) -> Tensor:
@@ -179,17 +297,37 @@ def fuse_layer(
     def vector(*names: str) -> Tensor | None:
         return fused(*names).to(ops.dtype) if names[0] in layer else None
 
-    qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
-    query_norm, key_norm = (vector(f"self_attn.{name}_norm.weight") for name in "qk")
+    def norm(name: str) -> Tensor | None:
+        held = layer.get(f"{name}.weight")
+        return None if held is None else held.to(device, torch.float32)
+
+    def pair(first: Tensor | None, second: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        return None if first is None or second is None else (first, second)
+
+    if "self_attn.qkv_proj.weight" in layer:  # Phi-3
+        qkv, gate_up = fused("self_attn.qkv_proj.weight"), fused("mlp.gate_up_proj.weight")
+        if order is not None:
+            heads = qkv.view(-1, len(order), qkv.shape[1])  # [Q + 2G, d, In]
+            groups = (len(heads) - layer["self_attn.o_proj.weight"].shape[1] // len(order)) // 2
+            turned, values = heads[:-groups], heads[-groups:]
+            qkv = torch.cat((turned[:, order.to(device)], values)).flatten(0, 1)
+    else:
+        qkv = fused(*(f"self_attn.{name}_proj.weight" for name in "qkv"))
+        gate_up = fused("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    post_norm, attended = norm("post_attention_layernorm"), None
+    if "pre_feedforward_layernorm.weight" in layer:  # Gemma 3
+        post_norm, attended = norm("pre_feedforward_layernorm"), post_norm
+    assert post_norm is not None
     return LayerWeights(
-        qkv=pack(fused(*(f"{name}.weight" for name in qkv))),
-        qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
-        head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+        qkv=pack(qkv),
+        qkv_bias=vector(*(f"self_attn.{name}_proj.bias" for name in "qkv")),
+        head_norms=pair(norm("self_attn.q_norm"), norm("self_attn.k_norm")),
         output=pack(stored(layer["self_attn.o_proj.weight"], device)),
         output_bias=vector("self_attn.o_proj.bias"),
-        post_norm=layer["post_attention_layernorm.weight"].to(device, ops.dtype),
-        gate_up=pack(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+        post_norm=post_norm,
+        gate_up=pack(gate_up),
         down=pack(stored(layer["mlp.down_proj.weight"], device)),
+        update_norms=pair(attended, norm("post_feedforward_layernorm")),
     )
 
 
@@ -201,27 +339,31 @@ def stored(weight: Tensor, device: torch.device) -> Tensor:
 
 def check_supported(config: Any, max_length: int, *, where: str) -> None:
     """Raise UnsupportedModel, with what is supported, rather than decode slightly wrong."""
-    window = getattr(config, "sliding_window", None)
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     positions = getattr(config, "max_position_embeddings", 0)
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
+    expected = "gelu_pytorch_tanh" if config.model_type in _GEMMA else "silu"
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if config.model_type not in SUPPORTED:
         problem = f"the decoder does not run model_type {config.model_type!r}"
         fix = f"use one of {', '.join(SUPPORTED)}"
     elif getattr(config, "quantization_config", None):
         problem = "the decoder does not run quantised weights"
         fix = "use the checkpoint whose weights are stored in 16 bits"
-    elif config.hidden_act != "silu":
-        problem = f"the decoder does not run activation {config.hidden_act!r}"
-        fix = "use a model with silu"
+    elif activation != expected:
+        problem = f"the decoder does not run activation {activation!r} in {config.model_type!r}"
+        fix = f"use a model with {expected}"
+    elif getattr(config, "use_bidirectional_attention", False):
+        problem = "the decoder does not run attention to later tokens"
+        fix = "use a model with use_bidirectional_attention=false"
+    elif getattr(config, "attn_logit_softcapping", None):
+        problem = "the decoder does not run soft-capped attention"
+        fix = "use a model without attn_logit_softcapping"
     elif getattr(config, "mlp_bias", False):
         problem, fix = "the decoder does not run biased MLPs", "use a model with mlp_bias=false"
-    elif (sliding or config.model_type == "mistral") and window and max_length > window:
-        problem = (
-            f"sliding-window attention of {window} tokens is not implemented beyond the window"
-        )
-        fix = f"keep prompt + reply below {window} tokens"
+    elif 0 < (window := max(kind.window for kind in layer_kinds(config, max_length))) < WINDOW:
+        problem = f"the decoder does not run a sliding window of {window} tokens beyond the window"
+        fix = f"use a model with {WINDOW} or more, or keep prompt + reply within {window} tokens"
     elif rope.get("rope_type") == "longrope" and original and max_length > original:
         problem = f"rotary frequencies that change after {original} tokens are not implemented"
         fix = f"keep prompt + reply below {original} tokens"

@@ -45,10 +45,20 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, entry_slots
 from pipeline.drafters.whole_model import draft_from_roots, forward_roots
+from pipeline.errors import ConfigError
 from pipeline.learning.window import seen_pages
 
 #: As `DRAFT_NOISE`: the target hardly errs about itself.
 OWN_NOISE = 1.0
+
+
+def _refuse_windows(model: DecoderModel) -> None:
+    """Raise ConfigError for a target with sliding windows: an entry of what a draft keeps does not
+    stand at its position, and so no window can be counted off."""
+    if model.sliding_window:
+        problem = f"the target's own layers see {model.sliding_window} positions"
+        fix = "choose another drafter: a window of its own would be kept beside theirs"
+        raise ConfigError(problem, where="drafter", fix=fix)
 
 
 class StreamingDrafter(TreeDrafter):
@@ -57,6 +67,7 @@ class StreamingDrafter(TreeDrafter):
     def __init__(self, model: DecoderModel, trees: Trees, *, budget: int) -> None:
         """Drafts attend to `budget` entries, up to whole pages; one page of them are sinks."""
         super().__init__(trees, model.vocabulary)
+        _refuse_windows(model)
         self._model, self._window = model, budget - PAGE
         self.lookahead = 1 + self.shapes.beam_entries
 
@@ -87,6 +98,7 @@ class SnapKvDrafter(TreeDrafter):
         """Drafts attend to `budget` entries, of which `recent` R are the latest; `window` W tokens
         observe, their attention is pooled over `pool` neighbours."""
         super().__init__(trees, model.vocabulary)
+        _refuse_windows(model)
         self._model, self._recent, self._selected = model, recent, budget - recent
         self._window, self._pool = window, pool
         self.lookahead = 1  # drafts are written to the drafter's pages
@@ -164,7 +176,7 @@ class SnapKvDrafter(TreeDrafter):
         entries = first[:, None] + torch.arange(window, device=device)  # [B, W]
         tokens = batch.drafter_state.gather(1, entries % window).flatten()
         scratch = self._recent + self._selected + torch.arange(window, device=device)
-        metadata = AttentionMetadata(
+        whole = AttentionMetadata(
             rotary=model.rotary,
             positions=entries.flatten(),
             slot_mapping=entry_slots(
@@ -176,7 +188,7 @@ class SnapKvDrafter(TreeDrafter):
             max_query_len=window,
             mask=None,
         )
-        hidden = F.embedding(tokens, model.embedding)  # [B · W, H]
+        metadata, hidden = model.with_local(whole), model.embed(tokens)  # [B · W, H]
         stack, eps = model.stack, model.stack.eps
         normed, hidden = ops.add_rms_norm(hidden, None, model.input_norm, eps)
         for index, (layer, norm) in enumerate(zip(stack.layers, stack.norms, strict=True)):
@@ -184,16 +196,12 @@ class SnapKvDrafter(TreeDrafter):
                 planes.drafter_kv[0][index],
                 planes.target[index],
             )
-            qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
-            query = ops.rope_write(
-                qkv, layer.head_norms, eps, metadata, drafter_keys, drafter_values
-            )
+            own, qkv = metadata.of(layer), ops.linear(normed, layer.qkv, layer.qkv_bias)
+            query = ops.rope_write(qkv, layer.head_norms, eps, own, drafter_keys, drafter_values)
             self._keep_best(batch, planes, index, query, lengths)
-            mixed = ops.tree_attention(query, keys, values, metadata).flatten(1)
+            mixed = ops.tree_attention(query, keys, values, own).flatten(1)
             update = ops.linear(mixed, layer.output, layer.output_bias)
-            normed, hidden = ops.add_rms_norm(hidden, update, layer.post_norm, eps)
-            update = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
-            normed, hidden = ops.add_rms_norm(hidden, update, norm, eps)
+            normed, hidden = ops.finish_layer(layer, norm, eps, hidden, update)
 
     def _keep_best(
         self, batch: DecodeBatch, planes: Planes, layer: int, query: Tensor, lengths: Tensor

@@ -52,16 +52,16 @@ FAMILIES = {
     "llama4": Family("Llama 4 Scout, Maverick"),
     "deepseek_v3": Family("DeepSeek-V3, R1"),
     "glm4_moe": Family("GLM-4.5, 4.6"),
-    "phi3": Family("Phi-3, Phi-4"),
+    "phi3": Family("Phi-3, Phi-4", decoded=True),
     "olmo2": Family("OLMo 2"),
-    "smollm3": Family("SmolLM3"),
-    "gemma": Family("Gemma"),
-    "gemma3": Family("Gemma 3"),
-    "gemma3_text": Family("Gemma 3 1B, 270M"),
+    "smollm3": Family("SmolLM3", decoded=True),
+    "gemma": Family("Gemma", decoded=True),
+    "gemma3": Family("Gemma 3", decoded=True),
+    "gemma3_text": Family("Gemma 3 1B, 270M", decoded=True),
     "granite": Family("Granite 3"),
     "cohere": Family("Command R"),
     "cohere2": Family("Command R7B, Command A"),
-    "mistral3": Family("Mistral Small 3.1, 3.2"),
+    "mistral3": Family("Mistral Small 3.1, 3.2", decoded=True),
     "qwen3_vl": Family("Qwen3-VL"),
     "gemma2": Family("Gemma 2", refused=_CAPPED),
     "gemma3n": Family("Gemma 3n", refused=_WRONG["gemma3n"]),
@@ -210,7 +210,9 @@ def read_architecture(
 def _stores_as_named(config: Any) -> bool:
     """Whether files hold a model's tensors under their names: elsewhere transformers renames and
     joins them while it loads, as it does with experts, or unpacks quantised ones."""
-    return config.model_type in DECODED and not getattr(config, "quantization_config", None)
+    text_alone = config.get_text_config() is config
+    quantised = getattr(config, "quantization_config", None)
+    return config.model_type in DECODED and text_alone and not quantised
 
 
 def _tensors(model: Any, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -302,7 +304,10 @@ def _norm_offset(norm: nn.Module, size: int) -> float:
         parameter.zero_()
     signs = torch.ones(1, size)
     signs[:, ::2] = -1  # no mean, so that a LayerNorm does the same
-    return 0.0 if not list(norm.parameters()) else round(float((norm(signs) * signs).mean()), 3)
+    # So large that no eps shows.
+    return (
+        0.0 if not list(norm.parameters()) else round(float((norm(1e6 * signs) * signs).mean()), 3)
+    )
 
 
 def _refusal(config: Any, reason: str, where: str) -> UnsupportedModel:

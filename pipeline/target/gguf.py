@@ -366,12 +366,11 @@ def _renamed(gguf: GgufMetadata, config: Any) -> dict[str, str]:
 
 def _check_tensors(gguf: GgufMetadata, config: Any) -> None:
     """Raise TargetError for a tensor that is in the file alone, or in the model alone."""
-    from gguf import MODEL_ARCH, get_tensor_name_map
+    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    if config.model_type != "llama":
-        arch = {"mistral": "LLAMA"}.get(config.model_type, config.model_type.upper())
-        names = get_tensor_name_map(MODEL_ARCH[arch], config.num_hidden_layers)
+    by_name = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
+    architecture = by_name.get(gguf.architecture, MODEL_ARCH.LLAMA)  # Mistral's names are Llama's
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
     tensors = read_architecture(config, gguf.where).tensors or {}
     known = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in tensors}
     if missing := sorted(str(each) for each in known - gguf.tensors.keys()):

@@ -160,7 +160,8 @@ class TargetWeights:
         for name, tensor in layer.items():
             if name.endswith("norm.weight"):
                 layer[name] = self._norm(tensor)
-            if name.startswith("self_attn.q_") and architecture.query_scale != 1:
+            scaled = "self_attn.q_norm." if "self_attn.q_norm.weight" in stored else "self_attn.q_"
+            if name.startswith(scaled) and architecture.query_scale != 1:
                 layer[name] = layer[name] * architecture.query_scale
         return layer
 

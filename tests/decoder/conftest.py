@@ -51,6 +51,8 @@ _LLAMA3 = {
 }
 # A rotary table is longer than the 256 positions, which must change none of them.
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+#: Tokens of the test's vocabulary.
+_PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-untied-llama3": {
@@ -67,6 +69,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2-untied": {"model_type": "qwen2", "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    # Windows of 64 and 70 positions, which texts of the tests outgrow.
+    "mistral-sliding": {"model_type": "mistral", "sliding_window": 64},
+    "qwen2-sliding": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 70,
+        "max_window_layers": 3,
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 70, **_PHI},
+    "phi3-partial": {
+        "model_type": "phi3",
+        "tie_word_embeddings": False,
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
+        **_PHI,
+    },
+    "smollm3": {"model_type": "smollm3", **_PHI},
+    "gemma": {"model_type": "gemma", "head_dim": 16, **_PHI},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 64,
+        "layer_types": [
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+            "full_attention",
+        ]
+        * 2,
+    },
 }
 
 

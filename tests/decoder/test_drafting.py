@@ -28,7 +28,7 @@ from tests.decoder.random_drafters import in_float8
 TREE = TreeSection(top_k=3, steps=4, nodes=10)
 #: What a backend launches as one kernel, or few.
 OPERATIONS = (
-    *("linear", "add_rms_norm", "silu_mul", "embed_concat", "rope_write", "tree_attention"),
+    *("linear", "add_rms_norm", "gate_mul", "embed_concat", "rope_write", "tree_attention"),
     *("propose", "select_beams", "grow_tree"),
 )
 
@@ -85,7 +85,7 @@ def test_a_draft_step_is_thirteen_operations(
     step = launches(6) - launches(5)
     assert step == {
         **{"embed_concat": 1, "linear": 5, "rope_write": 1, "tree_attention": 1},
-        **{"add_rms_norm": 2, "silu_mul": 1, "propose": 1, "select_beams": 1},
+        **{"add_rms_norm": 2, "gate_mul": 1, "propose": 1, "select_beams": 1},
     }
 
 

@@ -73,19 +73,27 @@ class TorchOps:
         return F.linear(x, weight, bias)
 
     def add_rms_norm(
-        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        update_norm: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(normed, sum) [T, H]: sum = x + update in x's type, normed its RMS norm.
 
-        normed = sum / sqrt(mean(sum²) + eps) · weight
+        normed = sum / sqrt(mean(sum²) + eps) · weight [H]. An update with an `update_norm` [H] is
+        normed so itself, and rounded, before it is added.
         """
+        if update is not None and update_norm is not None:
+            update = rms_norm(update, update_norm, eps)
         total = x if update is None else x + update
-        return F.rms_norm(total, (total.shape[-1],), weight, eps), total
+        return rms_norm(total, weight, eps), total
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2I] → [T, I]: silu(first half) · second half."""
+    def gate_mul(self, gate_up: Tensor, *, gelu: bool = False) -> Tensor:
+        """[T, 2I] → [T, I]: silu(first half) · second half; or with GELU's tanh approximation."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
 
     def compute_slot_mapping(
         self, block_table: Tensor, seq_lens: Tensor, row: Tensor, within: Tensor
@@ -113,9 +121,8 @@ class TorchOps:
         captured = []
         for index, (weights, norm) in enumerate(zip(stack.layers, stack.norms, strict=True)):
             keys, values = plane[index]
-            normed, hidden = self.layer(
-                weights, norm, stack.eps, metadata, hidden, normed, keys, values
-            )
+            own = metadata.of(weights)
+            normed, hidden = self.layer(weights, norm, stack.eps, own, hidden, normed, keys, values)
             if index in stack.captured:
                 captured.append(hidden)
         return normed, hidden, torch.cat(captured, dim=-1) if captured else hidden[:, :0]
@@ -141,9 +148,22 @@ class TorchOps:
         query = self.rope_write(qkv, weights.head_norms, eps, metadata, keys, values)  # [T, Q, d]
         mixed = self.tree_attention(query, keys, values, metadata).flatten(1)  # [T, Q d]
         update = self.linear(mixed, weights.output, weights.output_bias)
-        normed, hidden = self.add_rms_norm(hidden, update, weights.post_norm, eps)
-        update = self.linear(self.silu_mul(self.linear(normed, weights.gate_up)), weights.down)
-        return self.add_rms_norm(hidden, update, following_norm, eps)
+        return self.finish_layer(weights, following_norm, eps, hidden, update)
+
+    def finish_layer(
+        self,
+        weights: LayerWeights,
+        following_norm: Tensor,
+        eps: float,
+        hidden: Tensor,
+        update: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """A layer from what its attention adds on: hidden and update [T, H] → as `layer`."""
+        attended, fed = weights.update_norms or (None, None)
+        normed, hidden = self.add_rms_norm(hidden, update, weights.post_norm, eps, attended)
+        inner = self.gate_mul(self.linear(normed, weights.gate_up), gelu=weights.gelu)
+        update = self.linear(inner, weights.down)
+        return self.add_rms_norm(hidden, update, following_norm, eps, fed)
 
     def embed_concat(
         self,
@@ -180,8 +200,7 @@ class TorchOps:
         split = qkv.view(len(qkv), -1, size)  # [T, Q + 2G, d]
         query, key, value = torch.split(split, [split.shape[1] - 2 * heads, heads, heads], dim=1)
         if norms is not None:
-            query = F.rms_norm(query, (size,), norms[0], eps)
-            key = F.rms_norm(key, (size,), norms[1], eps)
+            query, key = rms_norm(query, norms[0], eps), rms_norm(key, norms[1], eps)
         cos, sin = (table[metadata.positions][:, None] for table in metadata.rotary)  # [T, 1, d]
         page, offset = metadata.slot_mapping // PAGE, metadata.slot_mapping % PAGE
         keys[page, :, offset] = _rotate(key, cos, sin)
@@ -195,8 +214,8 @@ class TorchOps:
 
         Every query of row b sees the entries below seq_lens[b]. Behind them it sees entry
         seq_lens[b] + m where bit m of its mask is set; without masks query n of its row sees
-        entries seq_lens[b] … seq_lens[b] + n. With `first_seen` the row's first entries are hidden.
-        A query that sees nothing gets zeros.
+        entries seq_lens[b] … seq_lens[b] + n. With `first_seen` the first entries are hidden from
+        each token. A query that sees nothing gets zeros.
         """
         mixed = torch.zeros_like(query)
         starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
@@ -217,7 +236,7 @@ class TorchOps:
                 bit = mask[first:last, None] >> offsets.clamp(0, WINDOW - 1) & 1
                 seen = (offsets < 0) | ((offsets < WINDOW) & bit.bool())  # [n, S]
             if metadata.first_seen is not None:
-                seen = seen & (offsets >= metadata.first_seen[row] - prefix)
+                seen = seen & (offsets >= metadata.first_seen[first:last, None] - prefix)
             mixed[first:last] = _attend(query[first:last], key, value, seen)
         return mixed
 
@@ -465,6 +484,12 @@ class TorchOps:
         target = entry_slots(block_table, seq_lens[:, None] + entry)
         moved = planes[:, :, source // PAGE, :, source % PAGE]
         planes[:, :, target // PAGE, :, target % PAGE] = moved
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [.., H] / sqrt(mean(x²) + eps) · weight [H], rounded once, to x's type."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:

@@ -137,6 +137,10 @@ def beam_metadata(
     # strided for one beam, with stride 0 for one row.
     slot_mapping = slot_mapping.view(rows, steps, k).transpose(0, 1).flatten(1).contiguous()
     positions = (first[:, None] + depths).expand(-1, -1, k).flatten(1).contiguous()
+    first_seen = None
+    if sliding:  # counted in entries, of which `seq_lens` is the first drafted one
+        entries = (seq_lens[:, None] + depths).expand(-1, -1, k).flatten(1)
+        first_seen = (entries + (1 - sliding)).clamp(min=0).contiguous()  # [steps, B · k]
     metadata = [
         AttentionMetadata(
             rotary=rotary,
@@ -147,7 +151,7 @@ def beam_metadata(
             cu_seqlens_q=starts,
             max_query_len=k,
             mask=None,
-            first_seen=(seq_lens + (step + 1 - sliding)).clamp(min=0) if sliding else None,
+            first_seen=None if first_seen is None else first_seen[step],
         )
         for step in range(steps)
     ]

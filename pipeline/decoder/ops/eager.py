@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.base import TorchOps, rms_norm
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, Packed
 from pipeline.decoder.ops.tree import WINDOW, SamplingTensors
 
@@ -44,7 +44,7 @@ class EagerOps(TorchOps):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(dtype)
-        self._forward: _Forward | None = None  # the last one's
+        self._forwards: list[_Forward] = []  # of the last two metadata: a forward may have both
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         if len(x) not in _FEW or x.dtype is not torch.float32:
@@ -54,18 +54,21 @@ class EagerOps(TorchOps):
         return y if bias is None else y.add_(bias)
 
     def add_rms_norm(
-        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        update_norm: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if update is not None and update_norm is not None:
+            update = _normed(update, update_norm, eps)
         total = x if update is None else x + update
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=wide)
-        mean_of = 1 / total.shape[-1]
-        scale = torch.addcmul(_scalar(eps, x.device), norm, norm, value=mean_of).rsqrt_()
-        return (total * scale).mul_(weight).to(x.dtype), total
+        return _normed(total, weight, eps), total
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, *, gelu: bool = False) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)).mul_(up)
 
     def rope_write(
         self,
@@ -82,9 +85,8 @@ class EagerOps(TorchOps):
         heads = split.shape[1] - 2 * groups
         turned = split[:, : heads + groups]
         if norms is not None:
-            query, key = turned[:, :heads], turned[:, heads:]
-            query = F.rms_norm(query, (size,), norms[0], eps)
-            turned = torch.cat((query, F.rms_norm(key, (size,), norms[1], eps)), dim=1)
+            query = rms_norm(turned[:, :heads], norms[0], eps)
+            turned = torch.cat((query, rms_norm(turned[:, heads:], norms[1], eps)), dim=1)
         # (a, b) → (a cos - b sin, b cos + a sin) on the two halves of each head.
         cos, signed_sin = forward.rotation
         halves = turned.reshape(*turned.shape[:2], 2, -1)
@@ -118,9 +120,11 @@ class EagerOps(TorchOps):
         return super().draw(logits, sampling, positions)
 
     def _prepared(self, metadata: AttentionMetadata) -> _Forward:
-        if self._forward is None or self._forward.metadata is not metadata:
-            self._forward = _Forward(metadata)
-        return self._forward
+        for forward in self._forwards:
+            if forward.metadata is metadata:
+                return forward
+        self._forwards = [_Forward(metadata), *self._forwards[:1]]
+        return self._forwards[0]
 
 
 @dataclass(frozen=True)
@@ -244,19 +248,35 @@ class _Forward:
             bit = self._mask[owner][:, :, None] >> offset.clamp(0, WINDOW - 1) & 1
             seen = (offset < 0) | ((offset < WINDOW) & bit.bool())
         first_seen = self.metadata.first_seen
-        return seen if first_seen is None else seen & (entry >= first_seen[owner][:, None])[:, None]
+        if first_seen is None:
+            return seen
+        return seen & (entry[:, None] >= self._by_row(first_seen)[owner][:, :, None])
 
     @cached_property
     def _mask(self) -> Tensor:
         """[B, N]"""
         mask = self.metadata.mask
         assert mask is not None
-        return mask.view(-1, self.max_query_len) if self.tokens is None else mask[self.tokens]
+        return self._by_row(mask)
+
+    def _by_row(self, by_token: Tensor) -> Tensor:
+        """[T] → [B, N]; after a row's last token anything."""
+        if self.tokens is None:
+            return by_token.view(-1, self.max_query_len)
+        return by_token[self.tokens]
 
     def _reach(self) -> Tensor:
         """[B] entries after each prefix up to the last one that a query sees, or one more."""
         highest = torch.frexp(self._mask.amax(1).double()).exponent
         return torch.where(self._mask.amin(1) < 0, WINDOW, highest)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in fewer passes."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    scale = torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * scale).mul_(weight).to(x.dtype)
 
 
 @cache
@@ -307,11 +327,12 @@ def _attend_prompts(query: Tensor, keys: Tensor, values: Tensor, forward: _Forwa
     """Chains of many tokens: each row's keys and values are copied together, once a prompt."""
     metadata, mixed = forward.metadata, torch.empty_like(query)
     starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
-    hidden = [0] * len(seq_lens) if metadata.first_seen is None else metadata.first_seen.tolist()
+    first_seen = metadata.first_seen
     for row, (first, last) in enumerate(pairwise(starts)):
-        prefix, count, begin = seq_lens[row], last - first, hidden[row]
+        prefix, count = seq_lens[row], last - first
         if count == 0:
             continue
+        begin = 0 if first_seen is None else int(first_seen[first:last].min())
         pages = metadata.block_table[row, : -(-(prefix + count) // PAGE)]
         key, value = (
             plane[pages].transpose(0, 1).flatten(1, 2)[None, :, begin : prefix + count]
@@ -320,6 +341,10 @@ def _attend_prompts(query: Tensor, keys: Tensor, values: Tensor, forward: _Forwa
         seen, before = None, prefix - begin
         if before:
             seen = torch.ones(count, before + count, dtype=torch.bool).tril_(before)
+        if first_seen is not None:
+            entry = torch.arange(begin, prefix + count)
+            within = entry >= first_seen[first:last, None]  # [n, S]
+            seen = within.tril_(before) if seen is None else seen & within
         piece = F.scaled_dot_product_attention(
             query[first:last].transpose(0, 1)[None],
             key,

@@ -48,7 +48,8 @@ class Float8Rows:
 class LayerWeights:
     """One decoder layer of the Llama family. Q query heads, G key/value heads, head size d.
 
-    The norm of its input is not among them: whoever made the input has normed it already.
+    The norm of its input is not among them: whoever made the input has normed it already. Weights
+    of norms are float32, whatever activations are.
     """
 
     qkv: Packed  # [(Q + 2G) d, In]; In is H, or 2H in a draft head
@@ -59,6 +60,10 @@ class LayerWeights:
     post_norm: Tensor  # [H]
     gate_up: Packed  # [2I, H]
     down: Packed  # [H, I]
+    #: Of what attention and the MLP add, before they add it, each [H] (Gemma 3).
+    update_norms: tuple[Tensor, Tensor] | None = None
+    gelu: bool = False  # the MLP's gate is GELU's tanh approximation, not SiLU
+    local: bool = False  # reads `AttentionMetadata.local`
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +88,7 @@ class AttentionMetadata:
 
     A token has a position, which rotates its query and key, and a slot of the paged cache, which
     its key and value go to. It attends over the pages of its row: to the entries below the row's
-    `seq_lens`, and after them as its mask says; never to those below `first_seen`.
+    `seq_lens`, and after them as its mask says; never to those below its own `first_seen`.
     """
 
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
@@ -94,7 +99,13 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor  # [B + 1] row b has tokens cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1
     max_query_len: int  # most tokens of a row, or more: what the host knows of cu_seqlens_q
     mask: Tensor | None  # [T] bits over the entries after seq_lens; None: each row is a chain
-    first_seen: Tensor | None = None  # [B] entries before it are hidden (sliding windows); None: 0
+    first_seen: Tensor | None = None  # [T] entries before it are hidden (sliding windows); None: 0
+    #: The same tokens as layers with `local` see them: in a window, or turned by other angles.
+    local: AttentionMetadata | None = None
+
+    def of(self, layer: LayerWeights) -> AttentionMetadata:
+        """What a layer reads."""
+        return self.local if layer.local and self.local is not None else self
 
     @property
     def rows(self) -> int:

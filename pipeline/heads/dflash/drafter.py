@@ -189,17 +189,9 @@ class DflashDrafter(TreeDrafter):
             mask = (2 << within) - 1
         if not sight.window:
             return replace(whole, mask=mask)
-        # Windows begin one later from token to token, so each is a row of its own.
-        lengths = whole.seq_lens[rows.row]
-        return replace(
-            whole,
-            block_table=whole.block_table[rows.row],
-            seq_lens=lengths,
-            cu_seqlens_q=torch.arange(len(within) + 1, device=within.device),
-            max_query_len=1,
-            mask=mask,
-            first_seen=(lengths + within + (1 - sight.window)).clamp(min=0),
-        )
+        entries = whole.seq_lens[rows.row] + within
+        first_seen = (entries + (1 - sight.window)).clamp(min=0)
+        return replace(whole, mask=mask, first_seen=first_seen)
 
     def _load(self, head: DflashHead, model: DecoderModel) -> None:
         """Copy the head's weights into the form that the operations want."""
@@ -209,7 +201,7 @@ class DflashDrafter(TreeDrafter):
         }
 
         def norm(name: str) -> Tensor:
-            return weights[f"{name}.weight"].to(device, self.dtype)
+            return weights[f"{name}.weight"].to(device, torch.float32)
 
         names = [f"layers.{index}." for index in range(shape.num_hidden_layers)]
         inside = [

@@ -84,7 +84,8 @@ class Eagle3Drafter(TreeDrafter):
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
         metadata, plane = batch.metadata(self.ops, self._head.rotary, read.rows), planes.drafter[0]
         if self.shape.sliding_window:
-            metadata = self._each_alone(metadata, read.rows.row)
+            first_seen = (metadata.positions + (1 - self.shape.sliding_window)).clamp(min=0)
+            metadata = replace(metadata, first_seen=first_seen)
         hidden, tokens = self.project(read.aux), read.next_tokens.clamp(min=0)
         last = read.rows.cu_seqlens_q[:-1] + read.counts - 1  # [B] valid tokens of the rows
         _, output = self.ops.draft_step(self._head, tokens, hidden, metadata, plane)  # [T, H]
@@ -130,19 +131,6 @@ class Eagle3Drafter(TreeDrafter):
             return block_table, lengths
         return seen_pages(block_table, lengths, self.shape.draft_window, self.lookahead)
 
-    def _each_alone(self, metadata: AttentionMetadata, row: Tensor) -> AttentionMetadata:
-        """The same tokens [T], of rows `row`, as rows of one token each: all have windows of their
-        own. The entry of a token is its position."""
-        count, entries = len(row), metadata.positions
-        return replace(
-            metadata,
-            block_table=metadata.block_table[row],
-            seq_lens=entries,
-            cu_seqlens_q=torch.arange(count + 1, device=row.device),
-            max_query_len=1,
-            first_seen=(entries + (1 - self.shape.sliding_window)).clamp(min=0),
-        )
-
     def _last_of(
         self, batch: DecodeBatch, slot_mapping: Tensor, counts: Tensor
     ) -> AttentionMetadata:
@@ -183,7 +171,7 @@ class Eagle3Drafter(TreeDrafter):
         names = ["midlayer.", *(f"layers.{number}." for number in range(1, count))]
 
         def norm(name: str) -> Tensor:
-            return weights[f"{name}.weight"].to(device, self.dtype)
+            return weights[f"{name}.weight"].to(device, torch.float32)
 
         rotary = RotaryTable(
             self.shape.rope_config(), model.max_length + HEADROOM, device=device, dtype=self.dtype

@@ -175,7 +175,7 @@ class ChainedDrafter(TreeDrafter):
             inside = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
 
             def norm(name: str, inside: dict[str, Tensor] = inside) -> Tensor:
-                return inside[f"{name}.weight"].to(device, self.dtype)
+                return inside[f"{name}.weight"].to(device, torch.float32)
 
             of_hidden, of_token = inside["input_proj.weight"].split(size, dim=1)
             swapped = torch.cat((of_token, of_hidden), dim=1)
@@ -192,7 +192,7 @@ class ChainedDrafter(TreeDrafter):
         projection = head.aux_projection
         self._fc: Packed | None = None
         if projection is None:
-            self._target_norm = head.target_norm.to(device, self.dtype)
+            self._target_norm = head.target_norm.to(device, torch.float32)
         else:
             self._fc = ops.pack(stored(projection.weight.detach().clone(), device))
         self._lm_head = ops.pack(stored(head.lm_head.weight.detach().clone(), device))

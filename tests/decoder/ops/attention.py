@@ -48,7 +48,7 @@ class Problem:
             all_of.block_table[one], all_of.seq_lens[one], [last - first], mask
         )
         if all_of.first_seen is not None:
-            metadata = replace(metadata, first_seen=all_of.first_seen[one])
+            metadata = replace(metadata, first_seen=all_of.first_seen[first:last])
         return Problem(self.query[first:last], self.planes, metadata)
 
     def place(self, row: int, entry: int) -> tuple[int, int]:
@@ -116,13 +116,19 @@ def pose(
 
 
 def hide(posed: Problem, entries: int) -> Problem:
-    """With the first `entries` of each row hidden, but for the last one before its queries."""
-    first_seen = (posed.metadata.seq_lens - 1).clamp(0, entries)
-    for row, count in enumerate(first_seen.tolist()):
-        for entry in range(count):
+    """With the first entries of each row hidden, up to the last one before its queries: `entries`
+    from its first token, and up to 40 more, by and by, from those after it."""
+    metadata, hidden = posed.metadata, list[int]()
+    starts = metadata.cu_seqlens_q.tolist()
+    for row, (first, last) in enumerate(pairwise(starts)):
+        most = max(int(metadata.seq_lens[row]) - 1, 0)
+        each = [min(entries + 40 * index // (last - first), most) for index in range(last - first)]
+        hidden += each
+        for entry in range(min(each, default=0)):
             page, offset = posed.place(row, entry)
             posed.planes[:, page, :, offset] = NAN
-    return replace(posed, metadata=replace(posed.metadata, first_seen=first_seen))
+    first_seen = torch.tensor(hidden, device=posed.query.device)
+    return replace(posed, metadata=replace(metadata, first_seen=first_seen))
 
 
 def check(backend: Backend, posed: Problem) -> None:

@@ -58,6 +58,10 @@ class Backend:
         """Normal numbers in the type of the operations."""
         return (torch.randn(*shape) * scale).to(self.device, self.ops.dtype)
 
+    def gains(self, *shape: int) -> Tensor:
+        """Weights of norms: around one, float32."""
+        return (1 + 0.3 * torch.randn(*shape)).to(self.device)
+
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, device=self.device)
 

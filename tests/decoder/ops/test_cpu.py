@@ -40,7 +40,11 @@ def test_float32_has_the_same_bits_on_every_level() -> None:
 
     def results(ops: TorchOps) -> list[Tensor]:
         products = [ops.linear(x, ops.pack(stored)) for stored in (weight, weight.bfloat16())]
-        by_row = *ops.add_rms_norm(x, x, x[0], 1e-5), ops.silu_mul(gate_up), ops.propose(x, 5)[0]
+        by_row = (
+            *ops.add_rms_norm(x, x, x[0].float(), 1e-5),
+            ops.gate_mul(gate_up),
+            ops.propose(x, 5)[0],
+        )
         return [*products, *by_row, *(each.solve(ops) for each in attended)]
 
     assert all(

@@ -85,29 +85,76 @@ def model_of(ops: TorchOps, device: torch.device) -> DecoderModel:
     )
 
 
-@pytest.mark.parametrize(("family", "hidden_size"), [("llama", 1024), ("qwen2", 96), ("qwen3", 96)])
-def test_log_probabilities_are_transformers(
-    device: torch.device, tmp_path: Path, family: str, hidden_size: int
-) -> None:
-    """Of fused layers: with products that are split, with biases, with norms of heads."""
-    settings = {**CONFIG.to_dict(), "hidden_size": hidden_size, "model_type": family}
-    config = AutoConfig.for_model(**settings)
+#: Fused layers: products that are split, biases, norms of heads, heads that are turned in part, and
+#: behind a window. And Gemma's, which are not fused.
+FORMS: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 1024},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "pad_token_id": 0,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    "mistral": {"sliding_window": 64},
+    "gemma3_text": {
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": None,
+        "pad_token_id": 0,
+    },
+}
+
+
+def random_family(family: str, directory: Path) -> Any:
+    """transformers' model of a family, left in a directory."""
+    settings = {**CONFIG.to_dict(), "hidden_size": 96, "max_position_embeddings": 128}
+    config = AutoConfig.for_model(**{**settings, "model_type": family, **FORMS[family]})
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for parameter in hf.parameters():  # zeros and ones would hide a missing term
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() < 2 else 0.1))
-    hf.save_pretrained(tmp_path)
-    ops = TritonOps(torch.float32)
-    own = DecoderModel.load(
-        tmp_path, (0, 1, 2), device=device, dtype=torch.float32, max_length=32, ops=ops
-    )
+    hf.save_pretrained(directory)
+    return hf
+
+
+def loaded_family(directory: Path, device: torch.device) -> DecoderModel:
+    kind: dict[str, Any] = {"dtype": torch.float32, "ops": TritonOps(torch.float32)}
+    return DecoderModel.load(directory, (0, 1, 2), device=device, max_length=110, **kind)
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_log_probabilities_are_transformers(
+    device: torch.device, tmp_path: Path, family: str
+) -> None:
+    hf = random_family(family, tmp_path)
+    own = loaded_family(tmp_path, device)
     prompt, reply = (3, 1, 4, 1, 5, 9, 2, 6, 5), (3, 5, 8, 9, 7, 9, 3)
     with torch.inference_mode():
         logits = hf.to(device)(torch.tensor([[*prompt, *reply[:-1]]], device=device)).logits[0]
     theirs = logits[len(prompt) - 1 :].float().log_softmax(-1)  # [T, V]
     difference = (log_probabilities(own, prompt, reply) - theirs).abs().max()
     assert difference < 1e-4 and theirs.std() > 0.5
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_tree_behind_a_window_gives_what_transformers_generates(
+    device: torch.device, tmp_path: Path, family: str
+) -> None:
+    hf = random_family(family, tmp_path).to(device)
+    own = loaded_family(tmp_path, device)
+    prompt = torch.randint(16, (1, 90), generator=torch.Generator().manual_seed(2)).to(device)
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    whole = hf.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    drafter = Eagle3Drafter(random_head(own.config, torch.arange(16)), own, TREES["tree"])
+    request = Request("0", tuple(prompt[0].tolist()), 5, ())
+    given = replies(Engine(own, drafter=drafter, slots=2, overlap=True), [request])
+    assert given["0"] == tuple(whole[0, 90:].tolist())
 
 
 def requests(count: int, temperature: float = 0.0) -> list[Request]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class ToyDrafter(TreeDrafter):
             for each in (head.fc, head.token, head.lm_head)
         )
         self._proposals = ProposalHead(lm_head, head.target_ids().to(device))
-        self._norm = head.norm.weight.detach().to(device, model.dtype)
+        self._norm = head.norm.weight.detach().to(device, torch.float32)
 
     def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
         self.extend(batch, planes, read)

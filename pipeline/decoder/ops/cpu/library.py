@@ -45,9 +45,9 @@ _PROTOTYPES = {
     "packed_size": "i:iii",
     "pack": ":ppiiii",
     "linear": ":ppppiip",
-    "add_rms_norm": ":pppppfiii",
+    "add_rms_norm": ":ppppppfiii",
     "embed_concat": "i:ppppppfiii",
-    "silu_mul": ":ppiii",
+    "gate_mul": ":ppiiii",
     "compute_slot_mapping": ":ppppppii",
     "layers": ":pipppppipifi",
     "draft_beams": "i:ppppipppppppiiifi",
@@ -212,8 +212,9 @@ class LayerStruct(ctypes.Structure):
     """`Layer`: the addresses of a LayerWeights and of the norm after it, and its sizes."""
 
     _fields_ = _fields(
-        pointers="qkv output gate_up down qkv_bias query_norm key_norm output_bias post_norm norm",
-        numbers="heads groups size captured",
+        pointers="qkv output gate_up down qkv_bias output_bias query_norm key_norm post_norm norm "
+        "attended_norm fed_norm",
+        numbers="heads groups size gelu local captured",
     )
 
 
@@ -230,11 +231,12 @@ class MetadataStruct(ctypes.Structure):
     """`Metadata`: the addresses of an AttentionMetadata, and its sizes."""
 
     _fields_ = _fields(
-        pointers="cos sin positions slot_mapping block_table seq_lens cu_seqlens_q mask first_seen",
+        pointers="cos sin positions slot_mapping block_table seq_lens cu_seqlens_q mask first_seen "
+        "local",
         numbers="rows tokens pages",
     )
     source: AttentionMetadata | None = None
-    tensors: tuple[Tensor | None, ...] = ()  # what the addresses point into
+    pointed: tuple[Any, ...] = ()  # what the addresses point into
 
 
 def layer_structs(
@@ -242,15 +244,17 @@ def layer_structs(
 ) -> ctypes.Array[LayerStruct]:
     structs = (LayerStruct * len(stack.layers))()
     for index, (weights, norm) in enumerate(zip(stack.layers, stack.norms, strict=True)):
-        query_norm, key_norm = weights.head_norms or (None, None)
-        bias, output_bias, post_norm = weights.qkv_bias, weights.output_bias, weights.post_norm
-        vectors = bias, query_norm, key_norm, output_bias, post_norm, norm
-        assert all(each is None or each.dtype is dtype for each in vectors)
+        none = None, None
+        biases = weights.qkv_bias, weights.output_bias
+        norms = *(weights.head_norms or none), weights.post_norm, norm
+        norms = *norms, *(weights.update_norms or none)
+        assert all(each is None or each.dtype is dtype for each in biases)
+        assert all(each is None or each.dtype is torch.float32 for each in norms)
         matrices = weights.qkv, weights.output, weights.gate_up, weights.down
-        pointers = *(matrix.address for matrix in matrices), *addresses(*vectors)
+        pointers = *(matrix.address for matrix in matrices), *addresses(*biases, *norms)
         captured = stack.captured.index(index) if index in stack.captured else -1
-        sizes = weights.output.inputs // size, groups, size, captured
-        structs[index] = LayerStruct(*pointers, *sizes)
+        sizes = weights.output.inputs // size, groups, size
+        structs[index] = LayerStruct(*pointers, *sizes, weights.gelu, weights.local, captured)
     return structs
 
 
@@ -265,7 +269,9 @@ def metadata_struct(metadata: AttentionMetadata) -> MetadataStruct:
         *(tensor.contiguous() for tensor in (*indices, metadata.cu_seqlens_q)),
         *(None if tensor is None else tensor.contiguous() for tensor in optional),
     )
+    local = None if metadata.local is None else metadata_struct(metadata.local)
+    at = None if local is None else ctypes.addressof(local)
     sizes = len(metadata.seq_lens), len(metadata.positions), metadata.block_table.shape[1]
-    struct = MetadataStruct(*addresses(*tensors), *sizes)
-    struct.source, struct.tensors = metadata, tensors
+    struct = MetadataStruct(*addresses(*tensors), at, *sizes)
+    struct.source, struct.pointed = metadata, (*tensors, local)
     return struct

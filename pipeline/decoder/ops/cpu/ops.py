@@ -120,24 +120,30 @@ class CpuOps(TorchOps):
         return y
 
     def add_rms_norm(
-        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        update_norm: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert x.dtype is self.dtype
+        assert x.dtype is self.dtype and weight.dtype is torch.float32
         x = x.contiguous()
         normed, total = torch.empty_like(x), x
         if update is not None:
             update, total = update.contiguous(), torch.empty_like(x)
-        self._library.eagle3_add_rms_norm(
-            *addresses(x, update, weight, normed, total), eps, *x.shape, _threads()
-        )
+            if update_norm is not None:  # which is written over it
+                update = update.clone()
+        tensors = x, update, update_norm, weight, normed, total
+        self._library.eagle3_add_rms_norm(*addresses(*tensors), eps, *x.shape, _threads())
         return normed, total
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, *, gelu: bool = False) -> Tensor:
         assert gate_up.dtype is self.dtype
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         y = gate_up.new_empty(rows, both // 2)
-        self._library.eagle3_silu_mul(*addresses(gate_up, y), rows, both // 2, _threads())
+        self._library.eagle3_gate_mul(*addresses(gate_up, y), gelu, rows, both // 2, _threads())
         return y
 
     def compute_slot_mapping(
@@ -190,6 +196,7 @@ class CpuOps(TorchOps):
         eps: float,
     ) -> Tensor:
         assert hidden.dtype is embedding.dtype is self.dtype and embedding.is_contiguous()
+        assert embed_norm.dtype is hidden_norm.dtype is torch.float32
         tokens, hidden = tokens.contiguous(), hidden.contiguous()
         rows, size = hidden.shape
         both = hidden.new_empty(rows, 2 * size)
@@ -319,20 +326,24 @@ class CpuOps(TorchOps):
         if head.sliding_window or k > min(vocabulary, self._most_proposed):
             cache_rows = block_table, seq_lens, positions
             return super().draft_beams(head, state, *cache_rows, plane, steps, k, trace, noise)
-        tensors = head.embedding, head.embed_norm, head.hidden_norm, *head.rotary, state, plane
+        tensors, norms = (
+            (head.embedding, *head.rotary, state, plane),
+            (head.embed_norm, head.hidden_norm),
+        )
         assert all(each.dtype is self.dtype and each.is_contiguous() for each in tensors)
+        assert all(each.dtype is torch.float32 for each in norms)
         block_table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
         positions = positions.contiguous()
         struct = self._heads.get(head)
         if struct is None:
             layer = ctypes.addressof(self._structs_of(head.stack, plane))
-            weights = addresses(*tensors[:3], head.target_ids)
+            weights = addresses(head.embedding, *norms, head.target_ids)
             layers = len(head.stack.layers)
             numbers = head.norm_output, head.norm_before_residual, layers, len(head.embedding)
             struct = DraftHeadStruct(layer, head.lm_head.address, *weights, *numbers)
             self._heads[head] = struct
         rows, count = len(state), k + (steps - 1) * k * k
-        cache = *head.rotary, positions, None, block_table, seq_lens, None, None, None
+        cache = *head.rotary, positions, None, block_table, seq_lens, None, None, None, None
         metadata = MetadataStruct(*addresses(*cache), rows, 0, block_table.shape[1])
         tokens, parents = torch.empty(2, rows, count, dtype=torch.int64).unbind()
         scores = torch.empty(rows, count)

@@ -95,10 +95,11 @@ def tree_attention_kernel(
     row_mask, first, whole, last = _pages_of_chunk(
         mask, start, seq_len, node, real, tile // GROUP_SIZE, pages, chunk, chunks, PAGE, CAUSAL
     )
-    lowest = 0
-    if SLIDING:  # its first page is seen in part, and all are masked
-        lowest = tl.load(first_seen + row).to(tl.int32)
-        first = tl.minimum(tl.maximum(first, lowest // PAGE), last)
+    lowest = m
+    if SLIDING:  # the first pages are seen in part, and all are masked
+        unseen = pages * PAGE
+        lowest = tl.load(first_seen + start + node, mask=real, other=unseen).to(tl.int32)  # [m]
+        first = tl.minimum(tl.maximum(first, tl.min(lowest, axis=0) // PAGE), last)
         whole = first
 
     column = tl.arange(0, DIM_BLOCK)
@@ -243,7 +244,7 @@ def _fold(
     values: Pointer,
     entry_stride: Stride,
     scale_log2: Scalar,
-    lowest: Scalar,
+    lowest: Block,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
@@ -254,7 +255,8 @@ def _fold(
 ) -> Block:
     """One page into the running softmax: peak, mass [m] and mixed [m, c].
 
-    `base` is the page's first entry, less the prefix; `lowest` is the first that is seen, likewise.
+    `base` is the page's first entry, less the prefix; `lowest` [m] the first ones that rows see, so
+    too.
     """
     offset = base + tl.arange(0, PAGE)  # [e]; negative: prefix
     column = tl.arange(0, DIM_BLOCK)
@@ -266,7 +268,7 @@ def _fold(
             bit = (row_mask[:, None] >> tl.minimum(tl.maximum(offset, 0), PAGE - 1)[None, :]) & 1
             seen = (offset < 0)[None, :] | ((offset < PAGE)[None, :] & (bit != 0))
         if SLIDING:
-            seen = seen & (offset >= lowest)[None, :]
+            seen = seen & (offset[None, :] >= lowest[:, None])
         needed = (tl.max(seen.to(tl.int32), axis=0) > 0)[:, None] & (column < DIM)[None, :]
         key = tl.load(keys + at, mask=needed, other=0.0)
         value = tl.load(values + at, mask=needed, other=0.0)

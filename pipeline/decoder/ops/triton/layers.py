@@ -1,4 +1,4 @@
-"""A layer without its matrix products: norms, SiLU times gate, rotary embedding, cache writes.
+"""A layer without its matrix products: norms, the MLP's gate, rotary embedding, cache writes.
 
 a token's row    [ query heads : Q | key heads : G | value heads : G ]   each of d = 2 · HALF
 a head           [ low : HALF | high : HALF ]
@@ -17,16 +17,18 @@ def add_rms_norm_kernel(
     x: Pointer,
     update: Pointer,
     weight: Pointer,
+    update_gain: Pointer,
     normed: Pointer,
     total: Pointer,
     eps: Scalar,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
+    UPDATE_NORM: tl.constexpr,
 ) -> None:
     """One row of [T, SIZE] a program (Zhang & Sennrich 2019).
 
-    Without an update, `update` and `total` are not touched.
+    Without an update, `update` and `total` are not touched; `update_gain` is with UPDATE_NORM only.
     """
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
@@ -35,6 +37,8 @@ def add_rms_norm_kernel(
     if HAS_UPDATE:
         # Rounded to the residual stream's type before it is normed: the next layer reads that.
         added = tl.load(update + row + column, mask=inside, other=0.0)
+        if UPDATE_NORM:
+            added = _normed(added, update_gain, eps, SIZE, BLOCK)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + row + column, value, mask=inside)
     tl.store(normed + row + column, _normed(value, weight, eps, SIZE, BLOCK), mask=inside)
@@ -82,23 +86,27 @@ def _normed(
 
 
 @jit
-def silu_mul_kernel(
-    gate_up: Pointer, out: Pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr
+def gate_mul_kernel(
+    gate_up: Pointer, out: Pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
 ) -> None:
-    """One block of one row [gate | up] of [T, 2·SIZE] a program (SwiGLU, Shazeer 2020)."""
+    """One block of one row [gate | up] of [T, 2·SIZE] a program (SwiGLU, GEGLU; Shazeer 2020)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + column, silu_mul(gate, up).to(out.dtype.element_ty), mask=inside)
+    mixed = gate_mul(gate, up, GELU)
+    tl.store(out + row * SIZE + column, mixed.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
-def silu_mul(gate: Block, up: Block) -> Block:
-    """silu(gate) · up, in float32."""
-    fade = tl.exp(-tl.abs(gate))  # never overflows
-    return gate * tl.where(gate < 0, fade, 1.0) / (1 + fade) * up
+def gate_mul(gate: Block, up: Block, GELU: tl.constexpr) -> Block:
+    """silu(gate) · up, or with GELU's tanh approximation (Hendrycks & Gimpel 2016), in float32."""
+    z = gate
+    if GELU:  # (1 + tanh(z / 2)) / 2 = 1 / (1 + e^-z)
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    fade = tl.exp(-tl.abs(z))  # never overflows
+    return gate * tl.where(z < 0, fade, 1.0) / (1 + fade) * up
 
 
 @jit

@@ -32,8 +32,8 @@ from pipeline.decoder.ops.triton.layers import (
     add_rms_norm_kernel,
     compact_kernel,
     embed_concat_kernel,
+    gate_mul_kernel,
     rope_write_kernel,
-    silu_mul_kernel,
     slot_mapping_kernel,
 )
 from pipeline.decoder.ops.triton.logits import (
@@ -139,14 +139,16 @@ class TritonOps(Launcher):
         plane: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         size = plane.shape[-1]
-        if len(hidden) > MOST_FUSED or size != power_of_two(size, 32):
+        odd = any(weights.gelu or weights.update_norms for weights in stack.layers)
+        # Of a larger head the products' two blocks do not fit into an A100's shared memory.
+        if odd or len(hidden) > MOST_FUSED or size not in (32, 64, 128):
             return super().layers(stack, metadata, hidden, normed, plane)
         captured = list[Tensor]()
         x: Tensor | Normed = normed
         for index, (weights, norm) in enumerate(zip(stack.layers, stack.norms, strict=True)):
-            keys, values = plane[index]
-            query = self.project_heads(x, weights, stack.eps, metadata, keys, values)
-            mixed = self.tree_attention(query, keys, values, metadata).flatten(1)
+            (keys, values), own = plane[index], metadata.of(weights)
+            query = self.project_heads(x, weights, stack.eps, own, keys, values)
+            mixed = self.tree_attention(query, keys, values, own).flatten(1)
             output = weights.output, weights.output_bias
             attended = self.add_product(mixed, *output, hidden, weights.post_norm)
             inner = self.gated_product(attended, weights.gate_up, stack.eps)
@@ -266,17 +268,24 @@ class TritonOps(Launcher):
         return self._counters[-1]
 
     def add_rms_norm(
-        self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        update_norm: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         count, size = x.shape
         x = x.contiguous()
         normed = x.new_empty(x.shape)
         total = x if update is None else x.new_empty(x.shape)
         block = power_of_two(size)
-        arguments = x, x if update is None else update.contiguous(), weight, normed, total, eps
+        added = x if update is None else update.contiguous()
+        arguments = added, weight, weight if update_norm is None else update_norm, normed, total
         self._launch(
-            add_rms_norm_kernel, (count,), arguments, _norm_warps(block),
-            SIZE=size, BLOCK=block, HAS_UPDATE=update is not None,
+            add_rms_norm_kernel, (count,), (x, *arguments, eps), _norm_warps(block),
+            SIZE=size, BLOCK=block,
+            HAS_UPDATE=update is not None, UPDATE_NORM=update_norm is not None,
         )  # fmt: skip
         return normed, total
 
@@ -299,13 +308,13 @@ class TritonOps(Launcher):
         )  # fmt: skip
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, *, gelu: bool = False) -> Tensor:
         count, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(count, size)
         # Eight values a thread: one 16-byte load of bfloat16 from each half.
         block = min(1024, power_of_two(size))
         grid, arguments = (count, -(-size // block)), (gate_up.contiguous(), out)
-        self._launch(silu_mul_kernel, grid, arguments, warps=4, SIZE=size, BLOCK=block)
+        self._launch(gate_mul_kernel, grid, arguments, warps=4, SIZE=size, BLOCK=block, GELU=gelu)
         return out
 
     def compute_slot_mapping(
@@ -390,7 +399,8 @@ class TritonOps(Launcher):
             tree_attention_kernel,
             (tiles, rows * groups, room),
             (*inputs, out, partial, lse, arrived, scale, *cuts, *strides, block_table.stride(0)),
-            warps=8 if block == 128 or not narrow else 4,
+            # Of wide heads four warps' registers spill.
+            warps=8 if block == 128 or not narrow or size > 128 else 4,
             # Two programs share a multiprocessor, and so does their shared memory: with two pages
             # of 32 KiB in flight (bfloat16, d = 128) a program of 64 rows takes 81 KiB of 113 on an
             # H100, and 56 of 81 on an A100. A third page would leave one program alone.

@@ -35,7 +35,7 @@ from pipeline.decoder.ops.triton.launch import (
     is_last,
     jit,
 )
-from pipeline.decoder.ops.triton.layers import silu_mul, write_rotated
+from pipeline.decoder.ops.triton.layers import gate_mul, write_rotated
 
 
 @jit
@@ -229,7 +229,7 @@ def gated_product_kernel(
         column = first + tl.arange(0, HALF)
         inside = (token < tokens)[:, None] & (column < OUTPUTS)[None, :]
         at = token.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
-        tl.store(out + at, silu_mul(gate, up).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at, gate_mul(gate, up, GELU=False).to(out.dtype.element_ty), mask=inside)
 
 
 @jit

@@ -1,8 +1,9 @@
 // Attention over a paged cache: online softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) over
 // blocks of the sixteen next entries that a query sees.
 //
-// Blocks count seen entries, not offsets, so a query's result depends on the sequence of entries it
-// sees and on nothing else. A node of a tree gets the bits of plain decoding of the same branch:
+// Blocks count the entries of a branch, not offsets, so a query's result depends on the sequence of
+// entries it sees and on nothing else. A node of a tree gets the bits of plain decoding of the same
+// branch:
 //
 //     decoding     … e14 e15 | e16 e17 e18                  e17, e18: two drafted tokens, accepted
 //     in a tree    … e14 e15 | e16  ·  e18  ·   ·  e21      the same two after rejected siblings
@@ -269,13 +270,30 @@ void attend(const Problem& p, int64_t row, int64_t group, int64_t from, int64_t 
     }
 
     int64_t at[kBlock];
-    // Blocks begin with the first entry that is seen, and may lie on two pages.
-    const int64_t lowest = p.m.first_seen ? p.m.first_seen[row] : 0;
-    const int64_t whole = std::max<int64_t>(0, p.m.seq_lens[row] + (p.m.mask ? 0 : from + 1) - lowest);
-    const int64_t common = lowest + whole / kBlock * kBlock;
-    for (int64_t entry = lowest; entry < common; entry += kBlock) {
-        for (int64_t i = 0; i < kBlock; ++i)
-            at[i] = lowest ? p.at(row, group, entry + i) : p.at(row, group, entry) + i * p.size;
+    // Entries [begin, end) that one query sees, or those of `listed`, block by block.
+    const auto gather = [&](int64_t query, int64_t begin, int64_t end, const int64_t* listed) {
+        const int64_t head = (query - from) * sharing;
+        for (int64_t entry = begin, next; entry < end; entry = next) {
+            next = std::min((entry / kBlock + 1) * kBlock, end);
+            for (int64_t e = entry; e < next; ++e)
+                at[e - entry] = p.at(row, group, listed ? listed[e - begin] : e);
+            pack(p, at, next - entry, block);
+            fold(p, block, heads, head, head + sharing);
+        }
+    };
+    // A window hides each query's first entries; blocks of the tile begin where all see them whole.
+    const auto first_seen = [&](int64_t query) {
+        return p.m.first_seen ? p.m.first_seen[p.m.cu_seqlens_q[row] + query] : 0;
+    };
+    int64_t highest = 0;
+    for (int64_t query = from; query < to; ++query) highest = std::max(highest, first_seen(query));
+    const int64_t common = (p.m.seq_lens[row] + (p.m.mask ? 0 : from + 1)) / kBlock * kBlock;
+    const int64_t shared = std::min(common, (highest + kBlock - 1) / kBlock * kBlock);
+    if (highest)
+        for (int64_t query = from; query < to; ++query)
+            gather(query, first_seen(query), shared, nullptr);
+    for (int64_t entry = shared; entry < common; entry += kBlock) {
+        for (int64_t i = 0; i < kBlock; ++i) at[i] = p.at(row, group, entry) + i * p.size;
         pack(p, at, kBlock, block);
         if (entry + kBlock < common) prefetch(p, p.at(row, group, entry + kBlock));
         fold(p, block, heads, 0, total);
@@ -283,14 +301,8 @@ void attend(const Problem& p, int64_t row, int64_t group, int64_t from, int64_t 
 
     int64_t seen[kBlock + kWindow];
     for (int64_t query = from; query < to; ++query) {
-        const int64_t count = seen_from(p, row, query, common, seen),
-                      first = (query - from) * sharing;
-        for (int64_t done = 0; done < count; done += kBlock) {
-            const int64_t entries = std::min(kBlock, count - done);
-            for (int64_t i = 0; i < entries; ++i) at[i] = p.at(row, group, seen[done + i]);
-            pack(p, at, entries, block);
-            fold(p, block, heads, first, first + sharing);
-        }
+        const int64_t begin = std::max(common, first_seen(query));
+        gather(query, begin, begin + seen_from(p, row, query, begin, seen), seen);
     }
 
     for (int64_t i = 0; i < total; ++i) {
@@ -321,7 +333,9 @@ extern "C" void eagle3_tree_attention(const Act* query, const Act* keys, const A
     buffer.resize(2 * tiles);
     int64_t* const task = buffer.data();
     for (int64_t row = 0, next = 0; row < rows; ++row) {
-        const int64_t hidden = metadata->first_seen ? metadata->first_seen[row] : 0;
+        const int64_t hidden = metadata->first_seen && p.count(row)
+                                   ? metadata->first_seen[metadata->cu_seqlens_q[row]]
+                                   : 0;
         work += (metadata->seq_lens[row] - hidden + p.count(row)) * p.count(row) * heads * size;
         for (int64_t from = 0; from < p.count(row); from += tile, next += 2)
             task[next] = row, task[next + 1] = from;

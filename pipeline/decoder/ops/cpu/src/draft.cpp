@@ -9,7 +9,8 @@ extern "C" {
 struct DraftHead {  // DraftHead of draft.py
     const Layer* layer;
     const Matrix* lm_head;
-    const Act *embedding, *embed_norm, *hidden_norm;
+    const Act* embedding;
+    const float *embed_norm, *hidden_norm;
     const int64_t* target_ids;
     int64_t norm_output, norm_before_residual, layers, vocabulary;  // rows of the embedding
 };
@@ -84,8 +85,8 @@ int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, cons
 
     const Act* read = state;
     if (!head->norm_output) {
-        eagle3_add_rms_norm(state, nullptr, head->layer[head->layers - 1].norm, normed.data(), nullptr, eps, rows,
-                            size, threads);
+        eagle3_add_rms_norm(state, nullptr, nullptr, head->layer[head->layers - 1].norm,
+                            normed.data(), nullptr, eps, rows, size, threads);
         read = normed.data();
     }
     int64_t outside = propose(*head, read, logits, noise, noisy, beams, rows, 0, threads);

@@ -29,24 +29,29 @@ struct Metadata {  // AttentionMetadata of layer.py
     const Act *cos, *sin;
     const int64_t *positions, *slot_mapping, *block_table, *seq_lens, *cu_seqlens_q;
     const int64_t* mask;  // or null
-    const int64_t* first_seen;  // or null: entries before it are hidden
+    const int64_t* first_seen;  // [tokens] or null: entries before it are hidden
+    const Metadata* local;      // what layers with `local` read instead, or null
     int64_t rows, tokens, pages;
 };
 
 struct Layer {  // LayerWeights of layer.py; what a layer lacks is null
     const Matrix *qkv, *output, *gate_up, *down;
-    const Act *qkv_bias, *query_norm, *key_norm, *output_bias, *post_norm;
-    const Act* norm;  // of its output
-    int64_t heads, groups, size;
+    const Act *qkv_bias, *output_bias;
+    const float *query_norm, *key_norm, *post_norm;
+    const float* norm;                        // of its output
+    const float *attended_norm, *fed_norm;    // of what attention and MLP add
+    int64_t heads, groups, size, gelu, local;
     int64_t captured;  // where its output goes among the captured ones, or -1
 };
 
 void eagle3_linear(const Act* x, const Matrix* matrix, const Act* bias, Act* y, int64_t rows,
                    int64_t threads, const Matrix* next);
-void eagle3_add_rms_norm(const Act* x, const Act* update, const Act* weight, Act* normed, Act* sum,
-                         float eps, int64_t rows, int64_t size, int64_t threads);
-void eagle3_silu_mul(const Act* gate_up, Act* y, int64_t rows, int64_t size, int64_t threads);
-void eagle3_rope_write(const Act* qkv, const Act* query_norm, const Act* key_norm,
+void eagle3_add_rms_norm(const Act* x, Act* update, const float* update_norm, const float* weight,
+                         Act* normed, Act* sum, float eps, int64_t rows, int64_t size,
+                         int64_t threads);
+void eagle3_gate_mul(const Act* gate_up, Act* y, int64_t gelu, int64_t rows, int64_t size,
+                     int64_t threads);
+void eagle3_rope_write(const Act* qkv, const float* query_norm, const float* key_norm,
                        const Metadata* metadata, Act* keys, Act* values, Act* query, float eps,
                        int64_t heads, int64_t groups, int64_t size, int64_t threads);
 void eagle3_tree_attention(const Act* query, const Act* keys, const Act* values,
@@ -56,7 +61,7 @@ void eagle3_layers(const Layer* layers, int64_t count, const Metadata* metadata,
                    Act* hidden, Act* output_normed, Act* planes, int64_t side, Act* aux,
                    int64_t captures, float eps, int64_t threads);
 int64_t eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const Act* hidden,
-                            const Act* embed_norm, const Act* hidden_norm, Act* to, float eps,
+                            const float* embed_norm, const float* hidden_norm, Act* to, float eps,
                             int64_t rows, int64_t size, int64_t vocabulary);
 void eagle3_propose(const Act* logits, float* score, int64_t* index, int64_t k, int64_t rows,
                     int64_t size, int64_t threads);

@@ -26,13 +26,13 @@ void forward(const Layer& l, const Metadata* metadata, const Act* normed, Act* h
                       l.groups, l.size, threads);
     eagle3_tree_attention(query, keys, values, metadata, mixed, l.heads, l.groups, l.size, threads);
     eagle3_linear(mixed, l.output, l.output_bias, update, tokens, threads, l.gate_up);
-    eagle3_add_rms_norm(hidden, update, l.post_norm, output_normed, hidden, eps, tokens,
-                        hidden_size, threads);
+    eagle3_add_rms_norm(hidden, update, l.attended_norm, l.post_norm, output_normed, hidden, eps,
+                        tokens, hidden_size, threads);
     eagle3_linear(output_normed, l.gate_up, nullptr, gate_up, tokens, threads, l.down);
-    eagle3_silu_mul(gate_up, act, tokens, inner, threads);
+    eagle3_gate_mul(gate_up, act, l.gelu, tokens, inner, threads);
     eagle3_linear(act, l.down, nullptr, update, tokens, threads, following);
-    eagle3_add_rms_norm(hidden, update, l.norm, output_normed, hidden, eps, tokens, hidden_size,
-                        threads);
+    eagle3_add_rms_norm(hidden, update, l.fed_norm, l.norm, output_normed, hidden, eps, tokens,
+                        hidden_size, threads);
 }
 
 }  // namespace
@@ -48,7 +48,8 @@ void eagle3_layers(const Layer* layers, int64_t count, const Metadata* metadata,
     const int64_t size = layers->output->out;
     for (int64_t i = 0; i < count; ++i) {
         Act* keys = planes + 2 * i * side;
-        forward(layers[i], metadata, i ? output_normed : normed, hidden, output_normed, keys,
+        const Metadata* own = layers[i].local && metadata->local ? metadata->local : metadata;
+        forward(layers[i], own, i ? output_normed : normed, hidden, output_normed, keys,
                 keys + side, eps, threads, i + 1 < count ? layers[i + 1].qkv : nullptr);
         if (layers[i].captured >= 0)
             for (int64_t token = 0; token < metadata->tokens; ++token)

@@ -15,7 +15,7 @@ float inverse_rms(const Act* x, int64_t size, float eps) {
 }
 
 // x / sqrt(mean(x²) + eps) · weight
-void norm(const Act* x, const Act* weight, Act* to, int64_t size, float eps) {
+void norm(const Act* x, const float* weight, Act* to, int64_t size, float eps) {
     const F16 inverse = all(inverse_rms(x, size, eps));
     for (int64_t i = 0; i < size; i += kLanes)
         store(to + i, load(x + i, size - i) * inverse * load(weight + i, size - i), size - i);
@@ -25,7 +25,7 @@ void norm(const Act* x, const Act* weight, Act* to, int64_t size, float eps) {
 //
 //     to[i]        = x[i] · cos[i]               − x[i + half] · sin[i]
 //     to[i + half] = x[i + half] · cos[i + half] + x[i] · sin[i + half]
-void rotate(const Act* x, const Act* weight, float eps, const Act* cos, const Act* sin, Act* to,
+void rotate(const Act* x, const float* weight, float eps, const Act* cos, const Act* sin, Act* to,
             int64_t size) {
     const int64_t half = size / 2;
     const F16 inverse = all(weight ? inverse_rms(x, size, eps) : 1.0f);
@@ -47,11 +47,14 @@ void rotate(const Act* x, const Act* weight, float eps, const Act* cos, const Ac
 extern "C" {
 
 // sum = x + update, rounded; normed = its RMS norm · weight. All [rows, size]. Without an update
-// (null) x is the sum, and `sum` is not written.
-void eagle3_add_rms_norm(const Act* x, const Act* update, const Act* weight, Act* normed, Act* sum,
-                         float eps, int64_t rows, int64_t size, int64_t threads) {
+// (null) x is the sum, and `sum` is not written. With an `update_norm` the update becomes its own
+// norm first.
+void eagle3_add_rms_norm(const Act* x, Act* update, const float* update_norm, const float* weight,
+                         Act* normed, Act* sum, float eps, int64_t rows, int64_t size,
+                         int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows * size > kSerialWork)
     for (int64_t at = 0; at < rows * size; at += size) {
+        if (update && update_norm) norm(update + at, update_norm, update + at, size, eps);
         if (update)
             for (int64_t i = 0; i < size; i += kLanes)
                 store(sum + at + i, load(x + at + i, size - i) + load(update + at + i, size - i),
@@ -64,7 +67,7 @@ void eagle3_add_rms_norm(const Act* x, const Act* update, const Act* weight, Act
 // of its hidden state [rows, size]. Returns `kInside`, or the first token that is outside
 // the `vocabulary` of the embedding: rows from there on are not written.
 int64_t eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const Act* hidden,
-                            const Act* embed_norm, const Act* hidden_norm, Act* to, float eps,
+                            const float* embed_norm, const float* hidden_norm, Act* to, float eps,
                             int64_t rows, int64_t size, int64_t vocabulary) {
     for (int64_t row = 0; row < rows; ++row, to += 2 * size) {
         if (tokens[row] < 0 || tokens[row] >= vocabulary) return tokens[row];
@@ -74,15 +77,18 @@ int64_t eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const A
     return kInside;
 }
 
-// gate_up [rows, 2 size] → y [rows, size]: silu(gate) · up.
-void eagle3_silu_mul(const Act* gate_up, Act* y, int64_t rows, int64_t size, int64_t threads) {
+// gate_up [rows, 2 size] → y [rows, size]: gate / (1 + e^-z) · up, with z = gate for SiLU, and for
+// GELU's tanh approximation (Hendrycks & Gimpel 2016) z = √(8/π) · (gate + 0.044715 gate³).
+void eagle3_gate_mul(const Act* gate_up, Act* y, int64_t gelu, int64_t rows, int64_t size,
+                     int64_t threads) {
+    const F16 scale = all(gelu ? -1.5957691216057308f * kLog2e : -kLog2e);
 #pragma omp parallel for num_threads(threads) if (rows * size > kSerialWork)
     for (int64_t row = 0; row < rows; ++row) {
         const Act* from = gate_up + row * 2 * size;
         for (int64_t i = 0; i < size; i += kLanes) {
             const F16 gate = load(from + i, size - i), up = load(from + size + i, size - i);
-            store(y + row * size + i, gate / (all(1.0f) + exp2(gate * all(-kLog2e))) * up,
-                  size - i);
+            const F16 z = gelu ? fma(gate * gate * gate, all(0.044715f), gate) : gate;
+            store(y + row * size + i, gate / (all(1.0f) + exp2(z * scale)) * up, size - i);
         }
     }
 }
@@ -102,7 +108,7 @@ void eagle3_compute_slot_mapping(const int64_t* block_table, const int64_t* seq_
 // qkv [tokens, heads + 2 groups, size]: rotated queries to `query` [tokens, heads, size], rotated
 // keys and values to their slots of the planes [pages, groups, kPage, size]. Norm weights [size]
 // may both be null.
-void eagle3_rope_write(const Act* qkv, const Act* query_norm, const Act* key_norm,
+void eagle3_rope_write(const Act* qkv, const float* query_norm, const float* key_norm,
                        const Metadata* metadata, Act* keys, Act* values, Act* query, float eps,
                        int64_t heads, int64_t groups, int64_t size, int64_t threads) {
     const Metadata& m = *metadata;
