@@ -94,6 +94,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "Gemma-3-1B": {
+        "model_type": "gemma3_text",
+        **shape_of(4, 1, 1152, intermediate_size=6912, num_hidden_layers=26, vocab_size=262144),
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 32768,
+        "sliding_window": 128,  # 512, which the check's text would not outgrow
+        "tie_word_embeddings": True,
+    },
 }
 #: Draft vocabulary and vocabulary of the widest targets.
 WIDE = 32000, 128256

@@ -22,11 +22,13 @@ CPU = torch.device("cpu")
 TINY: dict[str, Any] = {
     **cases.shape_of(4, 2, 64, intermediate_size=96, num_hidden_layers=8, vocab_size=512),
     "max_position_embeddings": 2048,
+    "sliding_window": 128,  # of Gemma alone
     "tie_word_embeddings": True,
 }
 NAMES = [
     "hugging face, tiny llama",
     "hugging face, tiny qwen3",
+    "hugging face, tiny gemma3_text",
     "logits, llama",
     "near ties in bf16, llama",
     "greedy, llama, tree",
@@ -51,7 +53,8 @@ NAMES = [
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = cases.shape_of(4, 2, 128)
     tiny = {
-        f"tiny {kind}": {"model_type": kind, "head_dim": 16, **TINY} for kind in ("llama", "qwen3")
+        f"tiny {kind}": {"model_type": kind, "head_dim": 16, **TINY}
+        for kind in ("llama", "qwen3", "gemma3_text")
     }
     monkeypatch.setattr(cases, "LLAMA", shape)
     monkeypatch.setattr(cases, "SHAPES", {"llama": shape})
