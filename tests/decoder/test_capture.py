@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import MistralConfig
 
+from bench.random_target import LLAMA_8B, random_model
 from bench.report import ROOT
 from bench.round import (
     CONTEXT,
@@ -92,6 +94,20 @@ def test_counts_are_pinned(counted: dict[tuple[int, str], RoundCounts]) -> None:
         key: (each.launches, each.allocations, each.peak_bytes, each.read, each.written)
         for key, each in counted.items()
     } == COUNTS
+
+
+def test_rounds_behind_a_window_are_captured() -> None:
+    """What a window hides is counted once a forward, not once a layer."""
+    fields = {"num_hidden_layers": 8, "sliding_window": 4096}
+    config, ops = MistralConfig(**{**LLAMA_8B, **fields}), TracedOps(torch.bfloat16)
+    kind: dict[str, Any] = {"device": META, "dtype": torch.bfloat16, "max_length": 8192}
+    with without_data():
+        sliding = random_model(config, (1, 3, 4), ops=ops, **kind)
+    launches = [
+        count_round(model, eagle3_for(model), 8, CONTEXT, sampling=False).launches
+        for model in (llama_8b(8192, layers=8), sliding)
+    ]
+    assert 0 < launches[1] - launches[0] <= 3
 
 
 def test_the_page_shows_them() -> None:
