@@ -21,6 +21,7 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.request import Request
 from pipeline.drafters.self_spec import SnapKvDrafter, StreamingDrafter
+from pipeline.drafters.standalone import StandaloneDrafter
 from pipeline.errors import ConfigError, UnsupportedModel
 from tests.decoder.conftest import FAMILIES, load_model, random_tokens, states_of
 from tests.decoder.drafting import requests_of
@@ -264,3 +265,14 @@ def test_the_language_model_of_one_that_reads_images(tmp_path: Path, family: str
     ours = _logits(load_model(tmp_path), ids)
     theirs = hf.eval()(input_ids=ids[None]).logits[0]
     assert (ours - theirs).abs().max() <= 2e-5 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("family", ["mistral-sliding", "gemma3", "smollm3"])
+@torch.inference_mode()
+def test_a_target_that_drafts_for_itself_is_right(make_target: Make, family: str) -> None:
+    """Beams see what the target sees behind its window: all of them are accepted."""
+    target, draft = (load_model(make_target(family)) for _ in range(2))
+    drafter = StandaloneDrafter(target, draft, TreeSection(top_k=1, steps=3, nodes=4))
+    for done in Engine(target, drafter=drafter, slots=2).generate(requests()):
+        statistics = done.statistics
+        assert statistics.rounds <= -(-statistics.round_tokens // 4) + 1
