@@ -148,10 +148,10 @@ class DecoderModel:
         from transformers import AutoConfig
 
         whole: Any = AutoConfig.from_pretrained(directory)
-        architecture = read_architecture(whole, str(directory), decoded=True)
         config: Any = copy(whole.get_text_config())  # of a model that reads images, too
-        config.tie_word_embeddings = architecture.tied
         check_supported(config, max_length, where=str(directory))
+        architecture = read_architecture(whole, str(directory), decoded=True)
+        config.tie_word_embeddings = architecture.tied
         return cls(
             config,
             TargetWeights(directory, architecture),

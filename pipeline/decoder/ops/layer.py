@@ -88,7 +88,8 @@ class AttentionMetadata:
 
     A token has a position, which rotates its query and key, and a slot of the paged cache, which
     its key and value go to. It attends over the pages of its row: to the entries below the row's
-    `seq_lens`, and after them as its mask says; never to those below its own `first_seen`.
+    `seq_lens`, and after them as its mask says; never to those below its own `first_seen`, of which
+    a row's first token has the lowest.
     """
 
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]

@@ -55,7 +55,7 @@ def test_float32_has_the_same_bits_on_every_level() -> None:
 @pytest.mark.parametrize("token", [10, 1 << 40, -1])
 @pytest.mark.parametrize("backend", KERNELS, ids=name_of, indirect=True)
 def test_embed_concat_refuses_a_token_without_an_embedding(backend: Backend, token: int) -> None:
-    embedding, hidden, norm = (backend.numbers(*shape) for shape in ((10, 33), (3, 33), (33,)))
+    embedding, hidden, norm = backend.numbers(10, 33), backend.numbers(3, 33), backend.gains(33)
     with pytest.raises(IndexError, match=f"token {token} is outside the embedding of 10 tokens"):
         backend.ops.embed_concat(torch.tensor([4, token, 9]), embedding, hidden, norm, norm, 1e-5)
 

@@ -114,10 +114,10 @@ def test_long_rows_have_few_chunks() -> None:
 
 
 def working_programs(
-    backend: Backend, prefix: int, width: int, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, prefix: int, width: int, monkeypatch: pytest.MonkeyPatch, sliding: int = 0
 ) -> tuple[int, Tensor]:
     """How many programs attend over a row of `prefix` entries and a tree of four nodes, in a block
-    table of `width` pages; and the result."""
+    table of `width` pages, behind a window of `sliding` positions; and the result."""
     torch.manual_seed(0)
     groups, size = 2, 16
     needed = -(-(prefix + 64) // PAGE)
@@ -128,6 +128,9 @@ def working_programs(
     table, mask = table.to(backend.device), mask.to(backend.device)
     prefixes = torch.tensor([prefix], device=backend.device)
     metadata = attention_metadata(table, prefixes, [4], mask)
+    if sliding:
+        positions = prefix + torch.tensor([0, 1, 1, 2], device=backend.device)
+        metadata = replace(metadata, first_seen=positions + 1 - sliding)
     working: list[int] = []
     ops = backend.ops
     assert isinstance(ops, TritonOps)
@@ -158,6 +161,14 @@ def test_as_many_programs_work_whatever_the_table_has_room_for(
     assert torch.equal(results[0][1], results[1][1])
     short = [working_programs(backend, 1000, width, monkeypatch)[0] for width in (20, 2053)]
     assert short == [2 * chunks_of(17)[0]] * 2 == [2 * 9] * 2
+
+
+def test_what_a_window_hides_is_not_cut_into_chunks(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4,096 entries the last 512 and the tree lie on nine pages: five chunks of two."""
+    programs, _ = working_programs(backend, 4096, 2053, monkeypatch, sliding=512)
+    assert programs == 2 * chunks_of(9)[0] == 2 * 5
 
 
 def test_many_queries_have_long_chunks(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

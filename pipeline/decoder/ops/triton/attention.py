@@ -12,14 +12,14 @@ row m being node · GROUP_SIZE + query head of the group.
 Pages that all rows see whole need no mask. In the others, entries that no row sees are not even
 read: they may hold anything, and zero times NaN is NaN.
 
-Where a row is cut depends on its own length and queries: into chunks of LEAST_CHUNK pages, and of
-twice as many whenever they become more than the grid has room for, or whenever what they leave
-behind would weigh much beside what they read (QUERIES_A_PAGE). So a short row in a wide block table
-is many programs, a long row among short ones is, too, and a row gets the same bits whatever stands
-beside it and however wide the table is. Programs without a chunk end at once. A row of one chunk is
-written by its program, and so is one of more than MOST_SPLIT tokens, whose tiles are enough
-programs. Other chunks leave a softmax each with the logarithm (base 2) of its mass, -inf where a
-tile does not see them. The program that is last to arrive weighs them, in order.
+Where a row is cut depends on its own length, window and queries: into chunks of LEAST_CHUNK pages,
+and of twice as many whenever they become more than the grid has room for, or whenever what they
+leave behind would weigh much beside what they read (QUERIES_A_PAGE). So a short row in a wide block
+table is many programs, a long row among short ones is, too, and a row gets the same bits whatever
+stands beside it and however wide the table is. Programs without a chunk end at once. A row of one
+chunk is written by its program, and so is one of more than MOST_SPLIT tokens, whose tiles are
+enough programs. Other chunks leave a softmax each with the logarithm (base 2) of its mass, -inf
+where a tile does not see them. The program that is last to arrive weighs them, in order.
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ def tree_attention_kernel(
     # The last tile sees the most, and so begins first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS_BLOCK
     room = tl.num_programs(2)
+    skipped = 0  # pages that a window hides from all of the row's tokens: the first one's
+    if SLIDING:
+        skipped = (tl.load(first_seen + start, mask=count > 0, other=0) // PAGE).to(tl.int32)
     chunks, chunk = _chunks_of(
-        seq_len, count, pages, room,
+        seq_len, count, pages, skipped, room,
         GROUP_SIZE, PAGE, MOST_SPLIT, LEAST_CHUNK, QUERIES_A_PAGE, CAUSAL,
     )  # fmt: skip
     if (tile >= count * GROUP_SIZE) | (tl.program_id(2) >= chunks):
@@ -93,8 +96,9 @@ def tree_attention_kernel(
     m = tile + tl.arange(0, ROWS_BLOCK)  # [m]
     node, real = m // GROUP_SIZE, m < count * GROUP_SIZE
     row_mask, first, whole, last = _pages_of_chunk(
-        mask, start, seq_len, node, real, tile // GROUP_SIZE, pages, chunk, chunks, PAGE, CAUSAL
-    )
+        mask, start, seq_len, node, real, tile // GROUP_SIZE, pages, skipped, chunk, chunks,
+        PAGE, CAUSAL,
+    )  # fmt: skip
     lowest = m
     if SLIDING:  # the first pages are seen in part, and all are masked
         unseen = pages * PAGE
@@ -176,6 +180,7 @@ def _chunks_of(
     seq_len: Scalar,
     count: Scalar,
     pages: Scalar,
+    skipped: Scalar,
     room: Scalar,
     GROUP_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -186,7 +191,7 @@ def _chunks_of(
 ) -> Block:
     """Into how many chunks a row is cut, and their pages; `room` is how many the grid has."""
     window = count if CAUSAL else PAGE
-    used = tl.maximum(tl.minimum(tl.cdiv(seq_len + window, PAGE), pages), 1)
+    used = tl.maximum(tl.minimum(tl.cdiv(seq_len + window, PAGE), pages) - skipped, 1)
     by_length = tl.cdiv(used, LEAST_CHUNK * room)
     by_queries = tl.cdiv(count * GROUP_SIZE, LEAST_CHUNK * QUERIES_A_PAGE)
     # The next power of two: every bit below the highest is set, then one is added.
@@ -209,6 +214,7 @@ def _pages_of_chunk(
     real: Block,
     first_node: Scalar,
     pages: Scalar,
+    skipped: Scalar,
     chunk: Scalar,
     chunks: Scalar,
     PAGE: tl.constexpr,
@@ -227,7 +233,7 @@ def _pages_of_chunk(
         reach = tl.where(spilled > 0, PAGE, in_page)
         whole = seq_len // PAGE
     used = tl.minimum(tl.cdiv(seq_len + reach, PAGE), pages)
-    first = tl.program_id(2) * chunk
+    first = skipped + tl.program_id(2) * chunk
     last = tl.where(chunks > 1, tl.minimum(first + chunk, used), used)
     return row_mask, first, tl.minimum(whole, last), last
 
