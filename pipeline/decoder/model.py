@@ -93,7 +93,8 @@ class DecoderModel:
         lm_head = embedding if tied else stored(weights.lm_head(), device)
         self.lm_head = ops.pack(lm_head)
         self.embedding = embedding.to(dtype)  # [V, H]
-        scale = config.hidden_size**0.5 if config.model_type in _GEMMA else 1.0
+        is_gemma = config.model_type in _GEMMA
+        scale = config.hidden_size**0.5 if is_gemma else 1.0
         # Rounded as transformers rounds it.
         self._embedding_scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))
         kinds = layer_kinds(config, max_length)
@@ -108,8 +109,7 @@ class DecoderModel:
             layer = weights.layer(index)
             norms.append(layer["input_layernorm.weight"].to(device, torch.float32))
             fused = fuse_layer(layer, ops, device, order=self._order)
-            gelu = config.model_type in _GEMMA
-            layers.append(replace(fused, gelu=gelu, local=kind == local))
+            layers.append(replace(fused, gelu=is_gemma, local=kind == local))
         norms.append(weights.final_norm().to(device, torch.float32))
         self.input_norm = norms[0]
         eps = config.rms_norm_eps
@@ -343,7 +343,8 @@ def check_supported(config: Any, max_length: int, *, where: str) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     expected = "gelu_pytorch_tanh" if config.model_type in _GEMMA else "silu"
-    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    read = "hidden_activation" if config.model_type == "gemma3_text" else "hidden_act"
+    activation = getattr(config, read, None)
     if config.model_type not in SUPPORTED:
         problem = f"the decoder does not run model_type {config.model_type!r}"
         fix = f"use one of {', '.join(SUPPORTED)}"

@@ -304,10 +304,9 @@ def _norm_offset(norm: nn.Module, size: int) -> float:
         parameter.zero_()
     signs = torch.ones(1, size)
     signs[:, ::2] = -1  # no mean, so that a LayerNorm does the same
-    # So large that no eps shows.
-    return (
-        0.0 if not list(norm.parameters()) else round(float((norm(1e6 * signs) * signs).mean()), 3)
-    )
+    if not list(norm.parameters()):
+        return 0.0
+    return round(float((norm(1e6 * signs) * signs).mean()), 3)  # so large that no eps shows
 
 
 def _refusal(config: Any, reason: str, where: str) -> UnsupportedModel:

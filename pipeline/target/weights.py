@@ -157,10 +157,10 @@ class TargetWeights:
         prefix, architecture = f"{self._prefix}layers.{index}.", self._architecture
         stored = {name.removeprefix(prefix): self[name] for name in self if name.startswith(prefix)}
         layer = {name: tensor for name, tensor in stored.items() if _is_number(tensor)}
+        scaled = "self_attn.q_norm." if "self_attn.q_norm.weight" in stored else "self_attn.q_"
         for name, tensor in layer.items():
             if name.endswith("norm.weight"):
                 layer[name] = self._norm(tensor)
-            scaled = "self_attn.q_norm." if "self_attn.q_norm.weight" in stored else "self_attn.q_"
             if name.startswith(scaled) and architecture.query_scale != 1:
                 layer[name] = layer[name] * architecture.query_scale
         return layer

@@ -223,6 +223,10 @@ def torch_model(make_target: Callable[[str], Path]) -> DecoderModel:
 
 @pytest.fixture
 def head(model: DecoderModel) -> Eagle3Head:
+    return bad_head(model)
+
+
+def bad_head(model: DecoderModel) -> Eagle3Head:
     """A random head: its guesses are bad, which losslessness must survive."""
     chosen = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60]
     # Scaled, so that attention and positions weigh something.

@@ -29,6 +29,8 @@ from tests.decoder.test_engine import OracleDrafter
 from tests.target.families import tiny_config
 
 Make = Callable[[str], Path]
+#: By prompt.
+Replies = dict[tuple[int, ...], tuple[int, ...]]
 #: On both sides of the windows of 64 and 70 positions and of page borders.
 LENGTHS = 5, 62, 90, 130
 #: What Llama has not.
@@ -46,9 +48,9 @@ BFLOAT16 = (
 
 
 @pytest.fixture(scope="module")
-def generated(make_target: Make) -> Callable[[str], dict[tuple[int, ...], tuple[int, ...]]]:
+def generated(make_target: Make) -> Callable[[str], Replies]:
     """Prompts of `requests()` → what transformers' own `generate` answers, by family."""
-    known: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+    known: dict[str, Replies] = {}
 
     def answer(family: str) -> dict[tuple[int, ...], tuple[int, ...]]:
         if family not in known:
@@ -75,7 +77,7 @@ def requests() -> list[Request]:
     return [replace(each, stop_ids=()) for each in requests_of(LENGTHS, new_tokens=20)]
 
 
-def replies(engine: Engine) -> dict[tuple[int, ...], tuple[int, ...]]:
+def replies(engine: Engine) -> Replies:
     prompts = {each.request_id: each.prompt_ids for each in requests()}
     done = list(engine.generate(requests()))
     assert all(each.error is None for each in done)
@@ -93,7 +95,7 @@ def replies(engine: Engine) -> dict[tuple[int, ...], tuple[int, ...]]:
 @torch.inference_mode()
 def test_trees_give_what_transformers_generates(
     make_target: Make,
-    generated: Callable[[str], dict[tuple[int, ...], tuple[int, ...]]],
+    generated: Callable[[str], Replies],
     backend: str,
     family: str,
 ) -> None:
@@ -141,7 +143,7 @@ LAYERS: list[tuple[str, dict[str, Any]]] = [
 @torch.inference_mode()
 def test_layers_of_another_kind_are_seen(
     make_target: Make,
-    generated: Callable[[str], dict[tuple[int, ...], tuple[int, ...]]],
+    generated: Callable[[str], Replies],
     monkeypatch: pytest.MonkeyPatch,
     family: str,
     fault: Callable[[list[LayerKind]], list[LayerKind]],
@@ -155,7 +157,7 @@ def test_layers_of_another_kind_are_seen(
 @torch.inference_mode()
 def test_faults_of_layers_are_seen(
     make_target: Make,
-    generated: Callable[[str], dict[tuple[int, ...], tuple[int, ...]]],
+    generated: Callable[[str], Replies],
     family: str,
     fields: dict[str, Any],
 ) -> None:
@@ -169,7 +171,7 @@ def test_faults_of_layers_are_seen(
 @torch.inference_mode()
 def test_embeddings_that_are_not_scaled_are_seen(
     make_target: Make,
-    generated: Callable[[str], dict[tuple[int, ...], tuple[int, ...]]],
+    generated: Callable[[str], Replies],
     monkeypatch: pytest.MonkeyPatch,
     family: str,
 ) -> None:

@@ -106,7 +106,10 @@ class AttentionMetadata:
 
     def of(self, layer: LayerWeights) -> AttentionMetadata:
         """What a layer reads."""
-        return self.local if layer.local and self.local is not None else self
+        if not layer.local:
+            return self
+        assert self.local is not None, "a forward of layers with other angles or a window"
+        return self.local
 
     @property
     def rows(self) -> int:

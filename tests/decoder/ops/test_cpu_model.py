@@ -29,6 +29,7 @@ from pipeline.tuning.verification import draw_gap, greedy_gaps, log_probabilitie
 from tests.decoder.conftest import (
     FAMILIES,
     VOCABULARY,
+    bad_head,
     load_model,
     open_rows,
     poisoned_planes,
@@ -167,8 +168,7 @@ def test_speculation_and_batches_change_no_bit(
     """Behind windows, too, where each token of a tree begins with an entry of its own."""
     family, tree, slots, temperature = case
     model = load_model(make_target(family), ops=ops)
-    chosen = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60]
-    head = random_head(model.config, chosen.sort().values, intermediate_size=64, seed=3, scale=12)
+    head = bad_head(model)
     requests = [
         Request(
             str(index), tuple(prompt.tolist()), 4 + 5 * index, (), temperature, 0.95, seed=index
