@@ -37,7 +37,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler import ASTSource, make_backend  # type: ignore[import-untyped]
 
 from pipeline.config.train import Loss
-from pipeline.decoder.ops.draft import DraftNoise
+from pipeline.decoder.ops.draft import Candidates, DraftNoise
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import SamplingTensors, root_only
 from pipeline.decoder.ops.triton.launch import INTERPRETED
@@ -414,6 +414,17 @@ def _record_trees(ops: Recorder) -> None:
     ops.compute_slot_mapping(_empty(2, 128), _empty(2), _empty(20), _empty(20))
     tree = ops.grow_tree(_empty(2), tokens, tokens, scores, 60)
     ops.verify(tree, tree.tokens, 7)
+    # Lookups over 8192 tokens: eight chains, as they are by default, and the most there may be,
+    # beside the four beams of a small draft and ten of a large one.
+    history, seq_lens = _empty(2, 8448), _empty(2)
+    ops.write_history(history, seq_lens, _empty(3), 7, _empty(14), _empty(14), seq_lens)
+    for most, candidates in ((8, 68), (64, 510)):
+        ops.label = f"int64 chains={most}"
+        lengths, chains = ops.look_up(history, seq_lens, max_match=8, least=1, most=most, steps=6)
+        looked_up = ops.tree_of_chains(chains, lengths, 10)
+        tokens, scores = _empty(2, candidates), _empty(2, candidates, dtype=torch.float32)
+        drafted = Candidates(tokens, tokens, scores, _empty(candidates))
+        ops.merge_candidates(drafted, looked_up, 6)
 
 
 def _record_loss(ops: Recorder, dtype: torch.dtype, loss: Loss) -> None:

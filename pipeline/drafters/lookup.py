@@ -11,16 +11,12 @@ with which probability the target goes on so, and the nodes of both compete for 
 A node of both is one node, with the larger of the two probabilities: its children are those of
 both. SuffixDecoding (arXiv:2411.04975) drafts a round with one or the other.
 
-Candidates of the lookup stand behind the drafter's, so that parents still come first. Those that
-the drafter has too, and those that are none, score -inf there and repeat a candidate before them:
-no walk reaches them, for it takes the first of equal siblings.
+Candidates of the lookup stand behind the drafter's, so that parents still come first.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-
-import torch
 
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch
@@ -52,7 +48,7 @@ class LookupDrafter:
         """See `Drafter`."""
         drafted = self.drafter.candidates(batch, planes, shape)
         looked_up = self.lookup.candidates(batch, planes, shape)
-        return merge_candidates(drafted, looked_up, shape.steps)
+        return self.lookup.ops.merge_candidates(drafted, looked_up, shape.steps)
 
     def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
         """See `Drafter`."""
@@ -67,39 +63,6 @@ class LookupDrafter:
     def work(self, shape: TreeSection) -> DraftWork | None:
         """See `Drafter`; comparing tokens is nothing beside reading weights."""
         return self.drafter.work(shape)
-
-
-def merge_candidates(drafted: Candidates, looked_up: Candidates, depths: int) -> Candidates:
-    """C candidates of a drafter and, behind them, C' of a lookup, as many at each of `depths`.
-
-    Nothing is looked at, and shapes depend on shapes alone: the same calls run in a graph.
-    """
-    (rows, count), size = drafted.tokens.shape, looked_up.tokens.shape[1]
-    index = torch.arange(count + size, device=drafted.tokens.device)
-    index, behind = index[:count], index[count:]
-    equal = drafted.tokens[:, None] == looked_up.tokens[..., None]  # [B, C', C]
-    # Where the root and each of the lookup's candidates stand among all.
-    place = torch.cat((index[:1] - 1, behind)).repeat(rows, 1)  # [B, 1 + C']
-    width = size // depths
-    for depth in range(depths):
-        at = slice(depth * width, (depth + 1) * width)
-        parent = place.gather(1, looked_up.parents[:, at] + 1)  # [B, W]
-        same = equal[:, at] & (drafted.parents[:, None] == parent[..., None])  # [B, W, C]
-        place[:, 1:][:, at] = torch.where(same, index, behind[at, None]).amin(-1)
-    parents, place = place.gather(1, looked_up.parents + 1), place[:, 1:]
-    theirs = place < count  # the drafter has it, too
-    both = looked_up.scores.masked_fill(~theirs, -torch.inf)
-    scores = drafted.scores.scatter_reduce(1, place.clamp(max=count - 1), both, "amax")
-    is_none = looked_up.scores == -torch.inf
-    first = (drafted.depths == looked_up.depths[:, None]).int().argmax(-1)  # [C'] of each depth
-    tokens = torch.where(is_none, drafted.tokens[:, first], looked_up.tokens)
-    parents = torch.where(is_none, drafted.parents[:, first], parents)
-    return Candidates(
-        torch.cat((drafted.tokens, tokens), 1),
-        torch.cat((drafted.parents, parents), 1),
-        torch.cat((scores, looked_up.scores.masked_fill(theirs, -torch.inf)), 1),
-        torch.cat((drafted.depths, looked_up.depths)),
-    )
 
 
 def with_lookup(

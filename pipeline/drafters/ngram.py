@@ -7,24 +7,14 @@ arXiv:2304.04487; SuffixDecoding, arXiv:2411.04975):
     history    … a b c d e … x b c f … a b c        root: the last c, at L
     matches          └─ of 3       └─ of 2          proposed: d e … before f …
 
-Matching runs on the device, in operations of static shape: history lies in the row's state, and so
-the whole round stays one graph that waits for no host. A host that kept suffix trees would be a
-round behind, or the round would wait for it. The price is S · max_match comparisons a row, far less
-than one layer's weights; on a CPU, where nothing is captured, only the tokens that equal the root
-are looked at.
+Matching runs on the device, in kernels of static shape: history lies in the row's state, and so the
+whole round stays one graph that waits for no host. A host that kept suffix trees would be a round
+behind, or the round would wait for it. The price is S comparisons a row, and more where the root's
+own token stands: far less than one layer's weights.
 
 A match whose continuation reaches the root goes on periodically: behind "a b a b" stand "a b a b …"
-as deep as the draft goes. So every match proposes a whole chain, and `tree_of_chains` merges them.
-
-One tree of several proposed continuations, as every n-gram match proposes one.
-
-    chains    a b c      weight 8       depth 1     a (12)   d (2)
-              a b e      weight 4       depth 2     b (12)   f (2)
-              d f a      weight 2       depth 3     c (8)    e (4)   a (2)
-
-Equal beginnings are one node, and its weight the sum of its chains'. A child's probability below
-its parent is its share of the parent's weight, one more counted for what no chain foresees: the
-escape of prediction by partial matching (Cleary and Witten 1984), method A.
+as deep as the draft goes. So every match proposes a whole chain, and ops/lookup.py makes a tree of
+them.
 
 A text that all requests share, sorted so that one search names its longest matches.
 
@@ -61,6 +51,7 @@ from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.ops.lookup import last_tokens
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.documents import refuse_other_kinds
 from pipeline.errors import ConfigError, DataError
@@ -90,8 +81,7 @@ class NgramDrafter(TreeDrafter):
         self.nodes = max(proposed, default=1)
         self.lookahead = 1  # drafting writes no entry
         self.history = model.max_length + HEADROOM
-        #: Whether values may be looked at: on a CPU rounds are never captured.
-        self.looks = model.device.type == "cpu"
+        self.ops = model.ops
 
     def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
         del ended
@@ -99,148 +89,28 @@ class NgramDrafter(TreeDrafter):
 
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         del planes
-        history, rows, last = batch.history, read.rows, batch.history.shape[1] - 1
-        place = batch.seq_lens[rows.row] + rows.within
-        # Padding is written, too; what follows the last valid token goes over it.
-        history[rows.row, place.clamp(max=last)] = read.tokens
-        after = (batch.seq_lens + read.counts).clamp(max=last)
-        next_tokens = read.next_tokens[rows.cu_seqlens_q[:-1] + read.counts - 1].clamp(min=0)
-        history.scatter_(1, after[:, None], next_tokens[:, None])
+        rows = read.rows
+        self.ops.write_history(
+            *(batch.history, batch.seq_lens, rows.cu_seqlens_q, rows.max_query_len),
+            *(read.tokens, read.next_tokens, read.counts),
+        )
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         del planes
-        history, seq_lens = batch.history, batch.seq_lens
-        max_match, most = self._section.max_match, self._section.matches
-        if self.looks:
-            history = history[:, : max(int(seq_lens.max()) + 1, most)]
-        match = match_lengths_on_host if self.looks else match_lengths
-        lengths = match(history, seq_lens, max_match)  # [B, S]
-        lengths, ends = longest_matches(lengths, self._section.min_match, most)
-        chains = continuations(history, seq_lens, ends, shape.steps)  # [B, W, D]
+        history, seq_lens, section = batch.history, batch.seq_lens, self._section
+        least, most, steps = section.min_match, section.matches, shape.steps
+        limits = {"max_match": section.max_match, "least": least, "most": most, "steps": steps}
+        lengths, chains = self.ops.look_up(history, seq_lens, **limits)  # [B, W], [B, W, D]
         if self._corpus is not None:
-            context = last_tokens(history, seq_lens, max_match)
-            of_corpus = self._corpus.lookup(context, self._section.min_match, most, shape.steps)
+            context = last_tokens(history, seq_lens, section.max_match)
+            of_corpus = self._corpus.lookup(context, least, most, steps)
             lengths, order = torch.cat((lengths, of_corpus[0]), 1).sort(
                 dim=-1, descending=True, stable=True
             )
             lengths, order = lengths[:, :most], order[:, :most]
             chains = torch.cat((chains, of_corpus[1]), 1)
-            chains = chains.gather(1, order[..., None].expand(-1, -1, shape.steps))
-        if self.looks and not bool(lengths.any()):
-            return no_chains(*chains.shape)
-        return tree_of_chains(chains, lengths, self.shapes.beams(shape))
-
-
-def last_tokens(history: Tensor, seq_lens: Tensor, count: int) -> Tensor:
-    """The root, and what stands before it, the last token first: [B, count], -1 for none."""
-    place = seq_lens[:, None] - torch.arange(count, device=history.device)
-    return torch.where(place >= 0, history.gather(1, place.clamp(min=0)), -1)
-
-
-def match_lengths(history: Tensor, seq_lens: Tensor, max_match: int) -> Tensor:
-    """Of every position p of history [B, S]: with how many tokens up to p the row's last ones
-    agree, at most `max_match`; [B, S], 0 from the root on."""
-    rows, size = history.shape
-    suffix = last_tokens(history, seq_lens, max_match).flip(1)[:, None]  # [B, 1, m] root last
-    before = history.new_full((rows, max_match - 1), -2)  # equals no token
-    windows = torch.cat((before, history), 1).unfold(1, max_match, 1)  # [B, S, m] a view
-    agrees = (windows == suffix).flip(2)  # root first; a byte each, for S is long
-    lengths = agrees.cumprod(2, dtype=torch.uint8).sum(2)  # up to the first that differs
-    earlier = torch.arange(size, device=history.device) < seq_lens[:, None]
-    return torch.where(earlier, lengths, 0)
-
-
-def match_lengths_on_host(history: Tensor, seq_lens: Tensor, max_match: int) -> Tensor:
-    """As `match_lengths`, for a host: only where the root's own token stands is more compared."""
-    suffix = last_tokens(history, seq_lens, max_match)  # [B, m]
-    same = history == suffix[:, :1]
-    same &= torch.arange(history.shape[1]) < seq_lens[:, None]
-    row, place = same.nonzero().unbind(1)  # [n]
-    back = torch.arange(max_match)
-    before = place[:, None] - back  # [n, m]
-    agrees = (history[row[:, None], before.clamp(min=0)] == suffix[row]) & (before >= 0)
-    lengths = torch.zeros_like(history)
-    lengths[row, place] = torch.where(agrees, max_match, back).amin(-1)
-    return lengths
-
-
-def longest_matches(lengths: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
-    """Of match lengths [B, S] the `most` longest, of equals the latest: lengths, 0 where there is
-    none of at least `least`, and the positions they end at, each [B, most]."""
-    size = lengths.shape[1]
-    # Length and position in one number: no two are equal, so every device picks the same.
-    key = lengths * size + torch.arange(size, device=lengths.device)
-    best = key.topk(most, dim=1).values
-    length = best // size
-    return torch.where(length >= least, length, 0), best % size
-
-
-def continuations(history: Tensor, seq_lens: Tensor, ends: Tensor, steps: int) -> Tensor:
-    """What follows the tokens at `ends` [B, W], `steps` tokens each, periodic from the root on:
-    [B, W, steps]; anything where `ends` lie not before the root."""
-    period = (seq_lens[:, None] - ends).clamp(min=1)[..., None]  # [B, W, 1]
-    ahead = torch.arange(steps, device=history.device) % period
-    place = (ends[..., None] + 1 + ahead).clamp(max=history.shape[1] - 1)
-    return history.gather(1, place.flatten(1)).view_as(place)
-
-
-#: A match longer by one token weighs twice as much, up to here: sums of float32 stay exact, and the
-#: same in every batch.
-_HEAVIEST = 16
-
-
-def tree_of_chains(tokens: Tensor, lengths: Tensor, top_k: int) -> Candidates:
-    """Chains tokens [B, W, D] behind matches of `lengths` [B, W], the longest first, 0 for none.
-
-    A node keeps its `top_k` heaviest children, of equals the earlier chain's. W candidates a depth,
-    best first; those that are nothing of their own score -inf. Where a row proposes anything such a
-    candidate repeats the best of its depth and stands behind it, so that no walk ever reaches it;
-    where a row proposes nothing all tokens are 0.
-    """
-    _, count, depth = tokens.shape
-    weight = torch.where(lengths > 0, 1 << lengths.clamp(max=_HEAVIEST), 0).float()  # [B, W]
-    tokens = torch.where(lengths[:, :1, None] > 0, tokens, 0).transpose(1, 2)  # [B, D, W]
-    equal = tokens[..., :, None] == tokens[..., None, :]
-    shared = equal.int().cumprod(1).bool()  # [B, D, W, W] the first d tokens are the same
-    mass = (shared * weight[:, None, None, :]).sum(-1)  # [B, D, W]
-    chain = torch.arange(count, device=tokens.device)  # [W]
-    first = torch.where(shared, chain, count).amin(-1)  # [B, D, W] chain whose node it is
-    selected = _among_best(mass, first, shared, top_k).int().cumprod(1).bool()  # [B, D, W]
-    real = selected & (first == chain)
-    above = torch.cat((weight.sum(1)[:, None, None].expand(-1, 1, count), mass[:, :-1]), 1)
-    score = (mass.log() - (above + 1).log()).cumsum(1)  # -inf without a match
-    score = score.masked_fill(~real, -torch.inf)
-    score, order = score.sort(dim=-1, descending=True, stable=True)  # [B, D, W]
-    place = torch.empty_like(order).scatter_(2, order, chain.expand_as(order))
-    step = torch.arange(depth, device=tokens.device)[:, None]  # [D, 1]
-    candidate = place.gather(2, first) + step * count  # [B, D, W] candidate of each chain's node
-    parent = torch.cat((torch.full_like(candidate[:, :1], -1), candidate[:, :-1]), 1).gather(
-        2, order
-    )
-    token, empty = tokens.gather(2, order), score == -torch.inf
-    token = torch.where(empty, token[..., :1], token)
-    parent = torch.where(empty, parent[..., :1], parent)
-    depths = (step + 1).expand(-1, count).flatten()  # [D · W]
-    return Candidates(token.flatten(1), parent.flatten(1), score.flatten(1), depths)
-
-
-def no_chains(rows: int, count: int, depth: int) -> Candidates:
-    """What `tree_of_chains` makes where no row proposes anything, on a host."""
-    step = torch.arange(depth).repeat_interleave(count)  # [D · W]
-    parent = torch.where(step > 0, (step - 1) * count, -1).expand(rows, -1)
-    score = torch.full(parent.shape, -torch.inf)
-    return Candidates(torch.zeros_like(parent), parent, score, step + 1)
-
-
-def _among_best(mass: Tensor, first: Tensor, shared: Tensor, top_k: int) -> Tensor:
-    """Whether each chain's node is among the `top_k` heaviest children of its parent [B, D, W]."""
-    chain = torch.arange(mass.shape[-1], device=mass.device)
-    root = torch.ones_like(shared[:, :1])  # all chains continue it
-    siblings = torch.cat((root, shared[:, :-1]), 1) & (first == chain)[..., None, :]
-    ours, theirs = mass[..., :, None], mass[..., None, :]
-    earlier = chain < first[..., :, None]
-    heavier = (theirs > ours) | ((theirs == ours) & earlier)  # [B, D, W, W] v before w
-    return (siblings & heavier).sum(-1) < top_k
+            chains = chains.gather(1, order[..., None].expand(-1, -1, steps))
+        return self.ops.tree_of_chains(chains, lengths, self.shapes.beams(shape))
 
 
 _BITS = 63  # of a key; its sign stays free

@@ -13,6 +13,7 @@ from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.ops.lookup import tree_of_chains
 from pipeline.decoder.request import Completion, Request
 from pipeline.drafters.ngram import NgramDrafter
 from tests.decoder.conftest import random_tokens
@@ -109,6 +110,51 @@ def random_histories(count: int, seed: int) -> list[list[int]]:
         [draw.randrange(draw.choice((1, 2, 3, 4))) for _ in range(draw.randint(1, 60))]
         for _ in range(count)
     ]
+
+
+def drafted_candidates(rows: int, steps: int, beams: int, seed: int) -> Candidates:
+    """As a head makes them: `beams` children of the root, and of `beams` nodes of each depth; few
+    tokens, none twice below a node."""
+    draw = random.Random(seed)
+    tokens: list[list[int]] = []
+    parents: list[list[int]] = []
+    scores: list[list[float]] = []
+    depths: list[int] = []
+    for _ in range(rows):
+        row: list[tuple[int, int, float]] = []
+        depths, level = [], [-1]
+        for depth in range(steps):
+            below = []
+            for parent in level:
+                above = row[parent][2] if parent >= 0 else 0.0
+                for token in draw.sample(range(6), beams):
+                    row.append((token, parent, above - draw.random() * 2))
+                    depths.append(depth + 1)
+                    below.append(len(row) - 1)
+            level = draw.sample(below, beams)
+        tokens.append([each[0] for each in row])
+        parents.append([each[1] for each in row])
+        scores.append([each[2] for each in row])
+    parts = torch.tensor(tokens), torch.tensor(parents), torch.tensor(scores)
+    return Candidates(*parts, torch.tensor(depths))
+
+
+def looked_up_candidates(rows: int, steps: int, chains: int, seed: int) -> Candidates:
+    """Of random chains, some rows without any."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 6, (rows, chains, steps), generator=generator)
+    lengths = torch.randint(0, 5, (rows, chains), generator=generator)
+    lengths = lengths.sort(dim=1, descending=True).values
+    lengths[::3] = 0
+    return tree_of_chains(tokens, lengths, 3)
+
+
+def both_of(drafted: Candidates, looked_up: Candidates, row: int) -> dict[Branch, float]:
+    """All branches of both, each with the larger score."""
+    nodes = nodes_of(drafted, row)
+    for branch, score in nodes_of(looked_up, row).items():
+        nodes[branch] = max(score, nodes.get(branch, -math.inf))
+    return nodes
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:

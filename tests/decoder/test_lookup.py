@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from typing import cast
 
 import pytest
@@ -13,65 +11,26 @@ from bench.random_target import random_head
 from pipeline.config import DrafterSection, NgramSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.ops.lookup import merge_candidates, tree_of_chains
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import decode_round, prefill_prompt
-from pipeline.drafters.lookup import LookupDrafter, merge_candidates
-from pipeline.drafters.ngram import NgramDrafter, no_chains, tree_of_chains
+from pipeline.drafters.lookup import LookupDrafter
+from pipeline.drafters.ngram import NgramDrafter
 from pipeline.drafters.registry import load_drafter
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.target.open import Target
 from tests.decoder.conftest import open_rows, poisoned_planes, random_tokens
-from tests.decoder.drafting import no_values
-from tests.decoder.ngrams import Branch, nodes_of, replies, run
+from tests.decoder.ngrams import (
+    both_of,
+    drafted_candidates,
+    looked_up_candidates,
+    nodes_of,
+    replies,
+    run,
+)
 
 TREE = TreeSection(top_k=3, steps=4, nodes=12)
-
-
-def drafted_candidates(rows: int, steps: int, beams: int, seed: int) -> Candidates:
-    """As a head makes them: `beams` children of the root, and of `beams` nodes of each depth; few
-    tokens, none twice below a node."""
-    draw = random.Random(seed)
-    tokens: list[list[int]] = []
-    parents: list[list[int]] = []
-    scores: list[list[float]] = []
-    depths: list[int] = []
-    for _ in range(rows):
-        row: list[tuple[int, int, float]] = []
-        depths, level = [], [-1]
-        for depth in range(steps):
-            below = []
-            for parent in level:
-                above = row[parent][2] if parent >= 0 else 0.0
-                for token in draw.sample(range(6), beams):
-                    row.append((token, parent, above - draw.random() * 2))
-                    depths.append(depth + 1)
-                    below.append(len(row) - 1)
-            level = draw.sample(below, beams)
-        tokens.append([each[0] for each in row])
-        parents.append([each[1] for each in row])
-        scores.append([each[2] for each in row])
-    parts = torch.tensor(tokens), torch.tensor(parents), torch.tensor(scores)
-    return Candidates(*parts, torch.tensor(depths))
-
-
-def looked_up_candidates(rows: int, steps: int, chains: int, seed: int) -> Candidates:
-    """Of random chains, some rows without any."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 6, (rows, chains, steps), generator=generator)
-    lengths = torch.randint(0, 5, (rows, chains), generator=generator)
-    lengths = lengths.sort(dim=1, descending=True).values
-    lengths[::3] = 0
-    return tree_of_chains(tokens, lengths, 3)
-
-
-def both_of(drafted: Candidates, looked_up: Candidates, row: int) -> dict[Branch, float]:
-    """All branches of both, each with the larger score."""
-    nodes = nodes_of(drafted, row)
-    for branch, score in nodes_of(looked_up, row).items():
-        nodes[branch] = max(score, nodes.get(branch, -math.inf))
-    return nodes
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -93,16 +52,11 @@ def test_branches_are_those_of_both(seed: int) -> None:
 
 def test_nothing_looked_up_leaves_the_draft_as_it_is() -> None:
     drafted = drafted_candidates(3, 4, 3, seed=9)
-    empty = no_chains(3, 4, 4)
+    nothing = torch.zeros(3, 4, dtype=torch.int64)
+    empty = tree_of_chains(torch.ones(3, 4, 4, dtype=torch.int64), nothing, 3)
     merged = merge_candidates(drafted, empty, 4)
     for row in range(3):
         assert nodes_of(merged, row) == nodes_of(drafted, row)
-
-
-def test_no_value_is_looked_at() -> None:
-    drafted, looked_up = drafted_candidates(2, 4, 3, 1), looked_up_candidates(2, 4, 5, 1)
-    with no_values():
-        merge_candidates(drafted, looked_up, 4)
 
 
 def head_of(model: DecoderModel) -> Eagle3Head:

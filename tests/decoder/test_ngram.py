@@ -8,22 +8,19 @@ import pytest
 import torch
 
 from pipeline.config import NgramSection, TreeSection
-from pipeline.decoder.batch import TokenRows
-from pipeline.decoder.drafter import ReadTokens
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.request import Request
-from pipeline.decoder.round import decode_round, prefill_prompt
-from pipeline.drafters.ngram import (
-    CorpusIndex,
-    NgramDrafter,
+from pipeline.decoder.ops.lookup import (
     continuations,
+    last_tokens,
     longest_matches,
     match_lengths,
-    match_lengths_on_host,
     tree_of_chains,
 )
+from pipeline.decoder.request import Request
+from pipeline.decoder.round import decode_round, prefill_prompt
+from pipeline.drafters.ngram import CorpusIndex, NgramDrafter
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
 from tests.decoder.drafting import no_values
 from tests.decoder.ngrams import (
@@ -48,7 +45,6 @@ def test_matches_are_those_of_a_plain_search(seed: int) -> None:
     state, seq_lens = row_of_tokens(histories, 70)
     for max_match in (1, 2, 5, 16):
         lengths = match_lengths(state, seq_lens, max_match)
-        assert torch.equal(match_lengths_on_host(state, seq_lens, max_match), lengths)
         for row, history in enumerate(histories):
             expected = [match_of(history, end, max_match) for end in range(len(history) - 1)]
             assert lengths[row].tolist() == expected + [0] * (70 - len(expected))
@@ -76,36 +72,33 @@ def test_the_tree_is_that_of_the_chains(model: DecoderModel, top_k: int) -> None
         shape = TreeSection(top_k=top_k, steps=steps, nodes=30)
         drafter = NgramDrafter(model, shape, section)
         batch = batch_of(drafter, histories)
-        for looks in (True, False):
-            drafter.looks = looks
-            candidates = drafter.candidates(batch, Planes(batch.roots), shape)
-            assert candidates.tokens.shape == (80, section.matches * steps)
-            for row, history in enumerate(histories):
-                expected = tree_of(chains_of(history, section, steps), top_k)
-                nodes = nodes_of(candidates, row)
-                assert nodes.keys() == expected.keys()
-                for branch, score in nodes.items():
-                    assert score == pytest.approx(expected[branch], abs=1e-5)
-                first = candidates.scores[row, 0].item()
-                assert (first == -math.inf) == (not expected)
-                if not expected:
-                    assert candidates.tokens[row].tolist() == [0] * (section.matches * steps)
+        candidates = drafter.candidates(batch, Planes(batch.roots), shape)
+        assert candidates.tokens.shape == (80, section.matches * steps)
+        for row, history in enumerate(histories):
+            expected = tree_of(chains_of(history, section, steps), top_k)
+            nodes = nodes_of(candidates, row)
+            assert nodes.keys() == expected.keys()
+            for branch, score in nodes.items():
+                assert score == pytest.approx(expected[branch], abs=1e-5)
+            first = candidates.scores[row, 0].item()
+            assert (first == -math.inf) == (not expected)
+            if not expected:
+                assert candidates.tokens[row].tolist() == [0] * (section.matches * steps)
 
 
-def test_where_nothing_matches_the_draft_is_the_same_however_it_is_made(
+def test_where_nothing_matches_a_row_has_the_same_draft_beside_any_other(
     model: DecoderModel,
 ) -> None:
     drafter = NgramDrafter(model, TREE, SECTION)
-    for histories in ([[1], [1, 2, 3]], [[4]], [[1, 1, 2, 1], [5, 6]]):
+    drafts = []
+    for histories in ([[4]], [[4], [1, 1, 2, 1]]):
         batch = batch_of(drafter, histories)
-        drafts = []
-        for drafter.looks in (True, False):
-            drafts.append(drafter.candidates(batch, Planes(batch.roots), TREE))
-        for looked, fixed in zip(*drafts, strict=True):
-            assert torch.equal(looked, fixed) and looked.dtype == fixed.dtype
+        drafts.append(drafter.candidates(batch, Planes(batch.roots), TREE))
         for nodes in (2, 9, 31):
-            tree = model.ops.grow_tree(batch.roots, *drafts[0][:3], nodes)
+            tree = model.ops.grow_tree(batch.roots, *drafts[-1][:3], nodes)
             assert tree.tokens.shape == (len(histories), nodes)
+    for alone, beside in zip(*drafts, strict=True):
+        assert torch.equal(alone[:1], beside[:1]) and alone.dtype == beside.dtype
 
 
 def test_equal_beginnings_are_one_node_and_add_up() -> None:
@@ -146,21 +139,14 @@ def test_a_deeper_draft_begins_as_a_shallower_one(model: DecoderModel) -> None:
             assert torch.equal(few, many[..., : few.shape[-1]])
 
 
-def test_nothing_is_looked_at_in_a_capturable_draft(model: DecoderModel) -> None:
+def test_a_corpus_is_searched_without_looking_at_a_value() -> None:
     generator = torch.Generator().manual_seed(2)
     corpus = CorpusIndex(torch.randint(0, 4, (200,), generator=generator), VOCABULARY, 5)
-    drafter = NgramDrafter(model, TREE, SECTION, corpus)
-    drafter.looks = False
-    batch = batch_of(drafter, random_histories(5, seed=1))
-    rows = TokenRows.even(5, 2, model.device)
-    tokens, counts = random_tokens(10, 0), torch.tensor([1, 2, 1, 2, 2])
-    read = ReadTokens(rows, tokens, tokens.roll(-1), torch.zeros(10, 0), counts)
+    state, seq_lens = row_of_tokens(random_histories(5, seed=1), 70)
     with no_values():
-        drafter.extend(batch, Planes(batch.roots), read)
-        drafter.candidates(batch, Planes(batch.roots), TREE)
-    drafter.looks = True
-    with pytest.raises(AssertionError, match="item"), no_values():
-        drafter.candidates(batch, Planes(batch.roots), TREE)
+        corpus.lookup(last_tokens(state, seq_lens, 5), 1, 6, 4)
+    with pytest.raises(AssertionError, match="nonzero"), no_values():
+        match_lengths(state, seq_lens, 5)
 
 
 # What is kept of a row.

@@ -11,9 +11,10 @@ import torch
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.lookup import tree_of_chains
 from pipeline.decoder.request import Request, pool_acceptance
 from pipeline.decoder.round import prefill_prompt
-from pipeline.drafters.ngram import CorpusIndex, NgramDrafter, no_chains
+from pipeline.drafters.ngram import CorpusIndex, NgramDrafter
 from pipeline.tuning.cost import measure_costs
 from pipeline.tuning.trace import (
     acceptance,
@@ -49,13 +50,6 @@ def test_greedy_text_is_that_of_plain_decoding(
         drafter = NgramDrafter(model, tree, SECTION, given)
         engine = Engine(model, drafter=drafter, slots=slots, prefill_tokens=37)
         assert replies(engine, mixed_requests(11)) == replies(Engine(model), mixed_requests(11))
-
-
-def test_greedy_text_is_the_same_where_nobody_looks(model: DecoderModel) -> None:
-    drafter = NgramDrafter(model, TREE, SECTION)
-    drafter.looks = False
-    engine = Engine(model, drafter=drafter, slots=3)
-    assert replies(engine, mixed_requests(9)) == replies(Engine(model), mixed_requests(9))
 
 
 def test_replies_end_at_stop_tokens(model: DecoderModel) -> None:
@@ -135,8 +129,9 @@ def test_a_trace_replays_the_engines_rounds(looping: DecoderModel) -> None:
 
 
 def test_a_trace_counts_nothing_where_nothing_is_proposed() -> None:
-    nothing = no_chains(1, 2, 3)  # of zeros
-    ranks = continuation_ranks([nothing], torch.zeros(1, 1, 3, dtype=torch.int64))
+    zeros = torch.zeros(1, 2, 3, dtype=torch.int64)
+    nothing = tree_of_chains(zeros, zeros[..., 0], 2)
+    ranks = continuation_ranks([nothing], zeros[:, :1])
     assert (ranks > 1 << 20).all()
 
 

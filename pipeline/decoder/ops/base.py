@@ -40,6 +40,13 @@ from pipeline.decoder.ops.layer import (
     Packed,
     entry_slots,
 )
+from pipeline.decoder.ops.lookup import (
+    continuations,
+    longest_matches,
+    match_lengths,
+    merge_candidates,
+    tree_of_chains,
+)
 from pipeline.decoder.ops.tree import WINDOW, Beams, SamplingTensors, Tree, VerifyOutput
 
 
@@ -484,6 +491,61 @@ class TorchOps:
         target = entry_slots(block_table, seq_lens[:, None] + entry)
         moved = planes[:, :, source // PAGE, :, source % PAGE]
         planes[:, :, target // PAGE, :, target % PAGE] = moved
+
+    def write_history(
+        self,
+        history: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_query_len: int,
+        tokens: Tensor,
+        next_tokens: Tensor,
+        counts: Tensor,
+    ) -> None:
+        """Put what rows have read behind the seq_lens[b] tokens of their history [B, S].
+
+        Of row b's tokens, at most `max_query_len` from cu_seqlens_q[b] [B + 1] on, the first
+        counts[b] ≥ 1 are valid; behind them comes what follows the last of those, 0 for -1.
+        """
+        within = torch.arange(max_query_len + 1, device=history.device)
+        read = (cu_seqlens_q[:-1, None] + within).clamp(max=len(tokens) - 1)  # [B, n + 1]
+        after = next_tokens[cu_seqlens_q[:-1] + counts - 1].clamp(min=0)
+        written = torch.where(within < counts[:, None], tokens[read], after[:, None])
+        place = seq_lens[:, None] + within
+        row, column = ((within <= counts[:, None]) & (place < history.shape[1])).nonzero().unbind(1)
+        history[row, place[row, column]] = written[row, column]
+
+    def look_up(
+        self,
+        history: Tensor,
+        seq_lens: Tensor,
+        *,
+        max_match: int,
+        least: int,
+        most: int,
+        steps: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Where the last tokens of rows stood before, and the `steps` tokens that followed.
+
+        history [B, S]; row b's tokens are 0 … seq_lens[b]. The `most` places whose last tokens
+        agree longest, in at least `least` and at most `max_match` tokens, of equals the latest:
+        lengths [B, most], the longest first, 0 for none; tokens [B, most, steps], periodic from the
+        last token on, anything behind a length of 0.
+        """
+        history = history[:, : max(int(seq_lens.max()) + 1, most)]
+        lengths = match_lengths(history, seq_lens, max_match)  # [B, S]
+        lengths, ends = longest_matches(lengths, least, most)
+        return lengths, continuations(history, seq_lens, ends, steps)
+
+    def tree_of_chains(self, chains: Tensor, lengths: Tensor, top_k: int) -> Candidates:
+        """See ops/lookup.py."""
+        return tree_of_chains(chains, lengths, top_k)
+
+    def merge_candidates(
+        self, drafted: Candidates, looked_up: Candidates, steps: int
+    ) -> Candidates:
+        """See ops/lookup.py."""
+        return merge_candidates(drafted, looked_up, steps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,13 +17,24 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipeline.config import NgramSection
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.ops.draft import DraftNoise
+from pipeline.decoder.ops.draft import Candidates, DraftNoise
 from pipeline.decoder.ops.draws import by_node, perturb
 from pipeline.decoder.ops.layer import PAGE, Float8Rows, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import WINDOW, SamplingTensors, Tree
 from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import MOST_SPLIT
+from tests.decoder.ngrams import (
+    both_of,
+    chains_of,
+    drafted_candidates,
+    looked_up_candidates,
+    nodes_of,
+    random_histories,
+    row_of_tokens,
+    tree_of,
+)
 from tests.decoder.ops import attention
 from tests.decoder.ops.backends import BF16, FP32, REFERENCE, Backend
 from tests.decoder.ops.conftest import attention_metadata
@@ -523,6 +534,91 @@ def verify(backend: Backend, rows: int, nodes: int, depth: int, chain: bool) -> 
     if not backend.is_cpp:
         with pytest.raises(AssertionError):
             backend.ops.verify(tree, predicted.repeat(1, 2), depth)
+
+
+# Lookups -----------------------------------------------------------------------------------------
+
+
+# Several blocks of history; more matches than there are; all that may be compared.
+@operation(6, 12, 9, 12, [1, 2, 3, 8], corners=[
+    (1, 1, 1, 1, 1), (3, 64, 5, 8, 2), (2, 16, 4, 64, 40), (7, 8, 5, 8, 1), (5, 3, 6, 5, 2),
+])  # fmt: skip
+def look_up(backend: Backend, rows: int, max_match: int, steps: int, most: int, kinds: int) -> None:
+    """By plain search; what stands behind a row is garbage that would match."""
+    section = NgramSection(min_match=min(2, max_match), max_match=max_match, matches=most)
+    histories = random_histories(rows, seed=most)
+    if kinds > 8:
+        histories[0] = backend.integers(0, kinds, 2500).tolist()
+    state, seq_lens = row_of_tokens(histories, 70 if kinds <= 8 else 2600)
+    text = state.to(backend.device), seq_lens.to(backend.device)
+    lengths, chains = backend.ops.look_up(
+        *text, max_match=max_match, least=section.min_match, most=most, steps=steps
+    )
+    assert lengths.shape == (rows, most) and chains.shape == (rows, most, steps)
+    for row, history in enumerate(histories):
+        expected = chains_of(history, section, steps)
+        count = len(expected)
+        assert lengths[row].tolist() == [each[0] for each in expected] + [0] * (most - count)
+        assert chains[row, :count].tolist() == [each[1] for each in expected]
+
+
+@operation(5, 12, 6, 5, corners=[(1, 1, 1, 1), (4, 64, 5, 3), (8, 8, 5, 2), (7, 3, 3, 1)])
+def tree_of_chains(backend: Backend, rows: int, count: int, steps: int, top_k: int) -> None:
+    """By plain search: few tokens, so that many chains begin alike, and few weights, so that many
+    are equal; the first row has the heaviest, and some have no chains."""
+    chains = backend.integers(0, 4, rows, count, steps)
+    lengths = backend.integers(0, 4, rows, count)
+    lengths[0] *= 6
+    lengths = lengths.sort(dim=1, descending=True).values
+    lengths[:, count // 2 :] *= backend.integers(0, 2, rows, 1)
+    lengths[1::3] = 0
+    candidates = backend.ops.tree_of_chains(chains, lengths, top_k)
+    for row in range(rows):
+        pairs = zip(lengths[row].tolist(), chains[row].tolist(), strict=True)
+        expected = tree_of([each for each in pairs if each[0]], top_k)
+        nodes = nodes_of(candidates, row)
+        assert nodes.keys() == expected.keys()
+        assert nodes == pytest.approx(expected, abs=1e-5)
+        if not expected:
+            assert not candidates.tokens[row].any()
+
+
+@operation(5, 5, 4, 12, corners=[(1, 1, 1, 1), (3, 4, 6, 40), (2, 7, 5, 8), (7, 4, 3, 5)])
+def merge_candidates(backend: Backend, rows: int, steps: int, beams: int, count: int) -> None:
+    """By dictionaries of branches; neither part is written to."""
+    drafted, looked_up = (
+        Candidates(*(part.to(backend.device) for part in each))
+        for each in (
+            drafted_candidates(rows, steps, beams, count),
+            looked_up_candidates(rows, steps, count, beams),
+        )
+    )
+    before = [each.clone() for each in (*drafted, *looked_up)]
+    merged = backend.ops.merge_candidates(drafted, looked_up, steps)
+    for row in range(rows):
+        assert nodes_of(merged, row) == pytest.approx(both_of(drafted, looked_up, row))
+    assert all(map(torch.equal, before, (*drafted, *looked_up)))
+
+
+# A prompt's chunk of several blocks; rows that end within one; a full history.
+@operation(5, 6, 40, corners=[(1, 1, 2), (3, 70, 90), (2, 6, 5), (4, 33, 32)])
+def write_history(backend: Backend, rows: int, most: int, size: int) -> None:
+    lengths = [max(1, most - row) for row in range(rows)]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(backend.device)
+    tokens, after = backend.integers(0, 9, 2, sum(lengths))
+    after[::3] = -1
+    counts = torch.stack([backend.integers(1, 1 + each, 1)[0] for each in lengths])
+    seq_lens, history = backend.integers(0, size, rows), backend.integers(10, 19, rows, size)
+    expected = history.tolist()
+    for row, start in enumerate(starts[:-1].tolist()):
+        count = int(counts[row])
+        read = tokens[start : start + count].tolist()
+        read.append(max(0, int(after[start + count - 1])))
+        for place, token in enumerate(read, int(seq_lens[row])):
+            if place < size:
+                expected[row][place] = token
+    backend.ops.write_history(history, seq_lens, starts, most, tokens, after, counts)
+    assert history.tolist() == expected
 
 
 # Draws -------------------------------------------------------------------------------------------

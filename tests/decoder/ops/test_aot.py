@@ -100,6 +100,9 @@ def _prefill(length: int, row: int) -> Recorder:
     ops.embed_concat(tokens, empty(500, 256), hidden, norm, norm, 1e-5)
     numbers, settings = torch.zeros(8, dtype=torch.int64), torch.zeros(8)
     own = slice(row, row + 1)
+    history = torch.zeros(8, 4353, dtype=torch.int64)[own]
+    ops.write_history(history, *tables[1:], length, tokens, tokens, numbers[own])
+    ops.look_up(history, tables[1], max_match=8, least=1, most=8, steps=5)
     sampling = SamplingTensors(settings[own], settings[own], numbers[own], numbers[own])
     ops.draw(empty(1, 500), sampling, numbers[own])
     return ops

@@ -7,4 +7,5 @@ products.py    a layer's matrix products of up to 64 tokens, with what stands be
 attention.py   tree attention over a paged cache, split over the keys
 logits.py      the largest logit, the k most likely tokens, a draw at every node
 tree.py        selecting beams, growing the draft tree, verifying it
+lookup.py      what followed the last tokens before: matches, a tree of them, two trees in one
 """

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.draft import DraftNoise
+from pipeline.decoder.ops.draft import Candidates, DraftNoise
 from pipeline.decoder.ops.layer import (
     PAGE,
     AttentionMetadata,
@@ -25,6 +25,7 @@ from pipeline.decoder.ops.layer import (
     LayerWeights,
     Packed,
 )
+from pipeline.decoder.ops.lookup import HEAVIEST, chain_depths
 from pipeline.decoder.ops.tree import WINDOW, Beams, SamplingTensors, Tree, VerifyOutput, root_only
 from pipeline.decoder.ops.triton.attention import tree_attention_kernel
 from pipeline.decoder.ops.triton.launch import INTERPRETED, Launcher, power_of_two
@@ -43,6 +44,12 @@ from pipeline.decoder.ops.triton.logits import (
     propose_join_kernel,
     propose_part_kernel,
     threshold_kernel,
+)
+from pipeline.decoder.ops.triton.lookup import (
+    look_up_kernel,
+    merge_kernel,
+    tree_of_chains_kernel,
+    write_history_kernel,
 )
 from pipeline.decoder.ops.triton.products import (
     add_product_kernel,
@@ -81,6 +88,8 @@ PRODUCT_PROGRAMS, LEAST_STEPS = 256, 4
 ARRIVALS = 4096
 #: What the splits of a product leave behind, written and read, is an eighth of its weight at most.
 SPLIT_INPUTS = 32
+#: Tokens of a history that a program compares, and that one writes.
+_COMPARED, _WRITTEN = 1024, 32
 
 assert PAGE == WINDOW, "the attention kernel shifts a page's worth of bits"
 
@@ -589,6 +598,81 @@ class TritonOps(Launcher):
         tree = root_only(positions)
         return self.sample(logits[:, None], tree, sampling, positions[:, None], 0)[:, 0]
 
+    def write_history(
+        self,
+        history: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        max_query_len: int,
+        tokens: Tensor,
+        next_tokens: Tensor,
+        counts: Tensor,
+    ) -> None:
+        rows, size = history.shape
+        read = (part.contiguous() for part in (seq_lens, cu_seqlens_q, tokens, next_tokens, counts))
+        self._launch(
+            write_history_kernel, (rows, -(-(max_query_len + 1) // _WRITTEN)),
+            (history, *read, size), warps=1, BLOCK=_WRITTEN,
+        )  # fmt: skip
+
+    def look_up(
+        self,
+        history: Tensor,
+        seq_lens: Tensor,
+        *,
+        max_match: int,
+        least: int,
+        most: int,
+        steps: int,
+    ) -> tuple[Tensor, Tensor]:
+        rows, size = history.shape
+        parts, chains = -(-size // _COMPARED), _int64(rows, most, steps, like=history)
+        keys, lengths = (_int64(rows, count * most, like=history) for count in (parts, 1))
+        arrived = self._arrivals(rows, history.device)
+        made = keys, arrived, lengths, chains
+        self._launch(
+            look_up_kernel,
+            (rows, parts),
+            (history, seq_lens.contiguous(), *made, size, max_match, least, steps),
+            warps=4,
+            MOST=most,
+            BLOCK=_COMPARED,
+            PARTS_BLOCK=power_of_two(parts * most),
+            STEPS_BLOCK=power_of_two(steps),
+        )
+        return lengths, chains
+
+    def tree_of_chains(self, chains: Tensor, lengths: Tensor, top_k: int) -> Candidates:
+        (rows, count, steps), block = chains.shape, power_of_two(chains.shape[1])
+        tokens, parents = _int64(2, rows, steps * count, like=chains)
+        scores = torch.empty(tokens.shape, dtype=torch.float32, device=chains.device)
+        self._launch(
+            tree_of_chains_kernel, (rows,),
+            (chains.contiguous(), lengths.contiguous(), tokens, parents, scores, steps, top_k),
+            warps=_block_warps(block), CHAINS=count, BLOCK=block, HEAVIEST=HEAVIEST,
+        )  # fmt: skip
+        return Candidates(tokens, parents, scores, chain_depths(steps, count, chains.device))
+
+    def merge_candidates(
+        self, drafted: Candidates, looked_up: Candidates, steps: int
+    ) -> Candidates:
+        rows, count = drafted.tokens.shape
+        size = looked_up.tokens.shape[1]
+        width, block = size // steps, power_of_two(size // steps)
+        tokens, parents = _int64(2, rows, count + size, like=drafted.tokens)
+        scores = drafted.scores.new_empty(tokens.shape)
+        inputs = (part.contiguous() for part in (*drafted, *looked_up[:3]))
+        self._launch(
+            merge_kernel,
+            (rows,),
+            (*inputs, tokens, parents, scores, count, steps),
+            warps=_block_warps(block),
+            WIDTH=width,
+            WIDTH_BLOCK=block,
+            BLOCK=min(128, power_of_two(count)),
+        )
+        return Candidates(tokens, parents, scores, torch.cat((drafted.depths, looked_up.depths)))
+
 
 def tile_rows(folded: int, dtype: torch.dtype, *, causal: bool) -> int:
     """Folded queries of one program, of at most `folded` a row and group.
@@ -627,6 +711,11 @@ def logits_block(size: int) -> int:
 def _norm_warps(block: int) -> int:
     """A row stays in registers: 16 values a thread up to H = 8192, more only beyond."""
     return min(16, max(1, block // 512))
+
+
+def _block_warps(chains: int) -> int:
+    """Of what has a block of so many rows, and of columns as many or 128: no thread spills."""
+    return 4 if chains <= 16 else 16
 
 
 def _int64(*shape: int, like: Tensor) -> Tensor:
