@@ -38,7 +38,10 @@ from torch import Tensor
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.graphs import (
+    PROMPT_LENGTHS,
+    CaptureStream,
     PendingTokens,
+    PromptGraphs,
     RoundLauncher,
     copy_to_host,
     default_buckets,
@@ -46,6 +49,7 @@ from pipeline.decoder.graphs import (
 )
 from pipeline.decoder.kv import Planes, Pools, on_gpu, pages_for, pages_that_fit
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.layer import PAGE
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.request import (
     Completion,
@@ -118,7 +122,7 @@ class Engine:
             least, most, reserved = row_pages + 1, slots * row_pages + 1, 0
             if captured:
                 assert buckets is not None
-                graphs = 2 * len(buckets)
+                graphs = 2 * len(buckets) + len(PROMPT_LENGTHS)
                 reserved = planned_bytes(
                     model, slots, tree, graphs=graphs, prefill_tokens=self._idle_tokens
                 )
@@ -138,11 +142,13 @@ class Engine:
         )
         self._prefill = Prefill(model, planes, drafter, prefill_batch)
         with torch.inference_mode():
-            if captured:
+            captures = CaptureStream(device) if captured else None
+            if captures is not None:
                 self._prefill.warm()
-            self._rounds = RoundLauncher(
-                model, planes, drafter, self._batch, buckets=buckets, verify=verify
-            )
+            memory = model, planes, drafter, self._batch
+            self._rounds = RoundLauncher(*memory, buckets=buckets, verify=verify, captures=captures)
+            if captures is not None:
+                self._prefill.capture(captures)
         self._waiting = _WaitingQueue()
         self._running: list[RunningRequest] = []  # request r holds row r
         self._in_flight: deque[list[_Launch]] = deque()  # not yet read; a list for each step
@@ -359,6 +365,13 @@ class Prefill:
         self._opened = 0  # rows whose parameters are on the device
         self._ints = Staging(torch.int64, model.device)
         self._floats = Staging(torch.float32, model.device)
+        self._graphs: PromptGraphs | None = None
+
+    def capture(self, captures: CaptureStream) -> None:
+        """Read short prompts that come alone by graphs from now on; no row is held."""
+        memory = self._model, self._planes, self._drafter, self.batch.rows(0, 1)
+        self._graphs = PromptGraphs(*memory, captures, limit=self._model.max_length)
+        self.batch.clear_row(0)
 
     def warm(self) -> None:
         """Launch, on a row that nobody holds, all that reading prompts launches later.
@@ -454,6 +467,11 @@ class Prefill:
                 *by_row, drafter_block_table.view(len(opened), drafter_width)
             )
             self._opened = last
+        if self._graphs is not None and len(counts) == ended == 1:
+            room = PAGE * pages - (self.requests[0].prefilled - len(tokens))
+            if length := self._graphs.length_for(len(tokens), room):
+                self._graphs.read(length, ids, next_ids)
+                return
         prefill(
             self._model,
             self._planes,

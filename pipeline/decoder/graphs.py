@@ -8,6 +8,9 @@ pinned memory.
     GPU    round 1 ─────── round 2 ─────── round 3 ───────
     copy             └ 1 ┘           └ 2 ┘
     host   launch 2 … read 1, join and leave, launch 3 … read 2
+
+A short prompt that is read alone is a graph as well: by itself the host launches the kernels of so
+few tokens more slowly than a GPU runs them.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from pipeline.decoder.batch import DecodeBatch
+from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.kv import Planes, on_gpu
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.round import Verify, decode_round
+from pipeline.decoder.round import Verify, decode_round, prefill
 
 
 def default_buckets(slots: int) -> tuple[int, ...]:
@@ -44,17 +47,27 @@ def planned_bytes(
     model: DecoderModel, rows: int, nodes: int, *, graphs: int, prefill_tokens: int
 ) -> int:
     """What an engine takes on a GPU beside weights, keys and values: rounds of `rows` trees of
-    `nodes` nodes, whose graphs share one pool, and prompts, which do not share it.
+    `nodes` nodes and short prompts, whose graphs share one pool, and other prompts, which do not
+    share it.
 
     A drafter's forward is no larger than the verification of its tree.
     """
-    verified = rows * nodes
-    round_bytes = model.working_bytes(rows, nodes, tokens=verified, drawn=verified)
+    verified, short = rows * nodes, PROMPT_LENGTHS[-1]
+    round_bytes = max(
+        model.working_bytes(rows, nodes, tokens=verified, drawn=verified),
+        model.working_bytes(1, short, tokens=short, drawn=1),
+    )
     prompts = min(rows, prefill_tokens)
     prompt_bytes = model.working_bytes(
         prompts, prefill_tokens, tokens=prefill_tokens, drawn=prompts
     )
     return round_bytes + prompt_bytes + _WORKSPACES + graphs * _GRAPH
+
+
+#: Tokens of prompts that graphs read. Up to 128 an 8B target's forward takes what its weights take
+#: to be read, and padding costs nothing; from 256 on arithmetic keeps a GPU busy for longer than a
+#: host takes to launch it.
+PROMPT_LENGTHS = (16, 32, 64, 96, 128, 192, 256)
 
 
 class RoundLauncher:
@@ -69,8 +82,10 @@ class RoundLauncher:
         *,
         buckets: Sequence[int] | None,
         verify: Verify | None = None,
+        captures: CaptureStream | None = None,
     ) -> None:
-        """`buckets` are the batch sizes of rounds; None runs exactly the active rows.
+        """`buckets` are the batch sizes of rounds; None runs exactly the active rows. `captures`
+        says what to capture on, if not a stream of its own.
 
         On CUDA the graphs are captured here, while every row is still inert. Raises ValueError for
         buckets that the whole batch does not fit into.
@@ -84,6 +99,7 @@ class RoundLauncher:
             raise ValueError(problem)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         if on_gpu(model.device):
+            self._captures = captures or CaptureStream(model.device)
             self._capture()
 
     def launcher(self, rows: int, *, sampling: bool) -> Callable[[], None]:
@@ -98,11 +114,57 @@ class RoundLauncher:
 
     def _capture(self) -> None:
         assert self._buckets is not None
-        pool, self._stream = torch.cuda.graph_pool_handle(), CaptureStream(self._model.device)
         for size in reversed(self._buckets):  # smaller ones fit into the memory of larger ones
             for sampling in (False, True):
                 launch = self._eager(size, sampling=sampling)
-                self._graphs[size, sampling] = self._stream.capture(launch, pool)
+                graph = self._captures.capture(launch, self._captures.pool)
+                self._graphs[size, sampling] = graph
+
+
+class PromptGraphs:
+    """Graphs that read a prompt's last tokens, its first row of a batch, at one of some lengths.
+
+    tokens     p0  p1  p2  p3  p4 │ x   x   x       5 tokens in the graph of 8: what the others
+    entries    L  …           L+4 │ L+5 …           leave is written over before it is seen
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        planes: Planes,
+        drafter: Drafter | None,
+        row: DecodeBatch,
+        captures: CaptureStream,
+        *,
+        limit: int = PROMPT_LENGTHS[-1],
+    ) -> None:
+        """Captured while nobody holds the `row`, for prompts of at most `limit` tokens."""
+        self._lengths = [each for each in PROMPT_LENGTHS if each <= limit]
+        most = max(self._lengths, default=0)
+        self._tokens, self._next_tokens = (
+            torch.zeros(most, dtype=torch.int64, device=row.roots.device) for _ in range(2)
+        )
+        self._counts, self._captures = torch.ones_like(row.seq_lens), captures
+        self._graphs = {}
+        for length in reversed(self._lengths):
+            rows = TokenRows.even(1, length, row.roots.device)
+            padded = rows, self._tokens[:length], self._next_tokens[:length]
+            memory = model, planes, drafter, row
+            launch = partial(prefill, *memory, *padded, last=1, counts=self._counts)
+            self._graphs[length] = captures.capture(launch, captures.pool)
+
+    def length_for(self, count: int, room: int) -> int | None:
+        """Of the graph that reads `count` tokens where `room` entries are left; None without."""
+        longer = (each for each in self._lengths if count <= each <= room)
+        return next(longer, None)
+
+    def read(self, length: int, tokens: Tensor, next_tokens: Tensor) -> None:
+        """Read tokens [n] by the graph of `length`, and draw what follows them."""
+        count = len(tokens)
+        self._tokens[:count].copy_(tokens)
+        self._next_tokens[:count].copy_(next_tokens)
+        self._counts.fill_(count)
+        self._graphs[length].replay()
 
 
 class CaptureStream:
@@ -128,6 +190,8 @@ class CaptureStream:
             if self.stream.cuda_stream not in self._held:
                 break
         self._held[self.stream.cuda_stream] = self
+        #: Memory for graphs of which one runs at a time.
+        self.pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(self, launch: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
         """Its kernels as a CUDA graph, with memory from `pool` or of its own.

@@ -163,21 +163,23 @@ def prefill(
     next_tokens: Tensor,
     *,
     last: int,
+    counts: Tensor | None = None,
 ) -> None:
     """Read tokens [T], a chunk of each row's prompt, after what the rows have cached already.
 
+    Of row b's tokens the first counts[b] ≥ 1 are valid, the others padding; None: all are.
     `next_tokens` [T] are the prompts' tokens after each. For the first `last` rows the chunk is the
     last one: nothing follows it yet, and the row's first token is drawn. It becomes the root, and
     is left in `batch.emitted`.
     """
+    counts = rows.cu_seqlens_q.diff() if counts is None else counts
     metadata = batch.metadata(model.ops, model.rotary, rows)
     output = model.forward(tokens, metadata, planes.target)
-    ended, ends = batch.rows(0, last), rows.cu_seqlens_q[1 : last + 1] - 1  # [last]
+    ended, ends = batch.rows(0, last), rows.cu_seqlens_q[:last] + counts[:last] - 1  # [last]
     if last:
         logits = model.logits(output.final[ends])
         drawn = model.ops.draw(logits, ended.sampling, metadata.positions[ends] + 1)
         next_tokens = next_tokens.index_copy(0, ends, drawn)
-    counts = rows.cu_seqlens_q.diff()
     if drafter is not None:
         read = ReadTokens(rows, tokens, next_tokens, output.aux, counts)
         drafter.prefill(batch, planes, read, last)

@@ -43,7 +43,8 @@ class StandaloneDrafter(TreeDrafter):
         metadata = batch.metadata(draft.ops, draft.rotary, read.rows)
         draft.forward(within_vocabulary(read.tokens, draft), metadata, plane)
         if ended:
-            rows, ends = batch.rows(0, ended), read.rows.cu_seqlens_q[1 : ended + 1] - 1
+            rows, starts = batch.rows(0, ended), read.rows.cu_seqlens_q[:ended]
+            ends = starts + read.counts[:ended] - 1
             roots = within_vocabulary(read.next_tokens[ends], draft)
             lengths = rows.seq_lens + read.counts[:ended]
             final = forward_roots(draft, plane, roots, rows.block_table, lengths, lengths)

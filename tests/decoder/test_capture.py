@@ -33,7 +33,7 @@ from pipeline.config import TreeSection
 from pipeline.decoder import engine as scheduler
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.engine import Engine, Staging
-from pipeline.decoder.graphs import copy_to_host, planned_bytes
+from pipeline.decoder.graphs import PROMPT_LENGTHS, copy_to_host, planned_bytes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.tree import Tree, VerifyOutput
 from pipeline.decoder.round import prefill
@@ -228,7 +228,9 @@ def test_engines_keep_what_their_graphs_read_and_plan_for_their_memory(
         drafter = None if name == "plain" else every_drafter(model)[name](TREE)
     engine = Engine(model, drafter=drafter, slots=4, buckets=(1, 4))
     gc.collect()
-    assert len(gpu.graphs) == 4, "of 1 and of 4 rows, greedy and sampling"
+    rounds, prompts = gpu.graphs[:4], gpu.graphs[4:]
+    assert len(rounds) == 4, "of 1 and of 4 rows, greedy and sampling"
+    assert len(prompts) == len(PROMPT_LENGTHS)
     for graph in gpu.graphs:
         graph.replay()
     nodes = max(drafter.nodes, drafter.lookahead) if drafter else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.engine import OFFLINE_PREFILL_TOKENS, PREFILL_TOKENS, Engine, Staging
+from pipeline.decoder.graphs import PromptGraphs
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.layer import PAGE
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import prefill, prefill_prompt
+from pipeline.decoder.round import decode_round, prefill, prefill_prompt
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from tests.decoder.conftest import open_rows, poisoned_planes, random_tokens
+from tests.decoder.random_drafters import DRAFTERS, every_drafter
 
 TREE = TreeSection(top_k=3, steps=4, nodes=10)
 PROMPTS = [random_tokens(length, seed=length) for length in (37, 1, 70, 5)]
@@ -157,6 +161,129 @@ def test_while_nobody_decodes_a_pass_reads_more_but_no_more_than_offline(
     requests = [Request(str(index), (1,) * 50, 8, ()) for index in range(180)]
     list(Engine(model, slots=180, prefill_tokens=prefill_tokens).generate(requests))
     assert sizes[:2] == [first, prefill_tokens]
+
+
+@pytest.mark.parametrize("name", ["plain", *DRAFTERS])
+@pytest.mark.parametrize(("length", "cut"), [(1, 0), (37, 0), (70, 50)])
+@torch.inference_mode()
+def test_a_padded_prompt_leaves_what_an_exact_one_leaves(
+    model: DecoderModel, name: str, length: int, cut: int
+) -> None:
+    """Drafts, and the rounds that follow; read in one piece, and its end behind `cut` tokens."""
+    drafter = None if name == "plain" else every_drafter(model)[name](TREE)
+    prompt = random_tokens(length, seed=length)
+    following = prompt.roll(-1)
+    drafts, emitted = [], []
+    for padding in (0, 9):
+        planes = poisoned_planes(model, 5, drafter)
+        batch = open_rows(model, 1, pages=4, drafter=drafter)
+        if cut:
+            chunk = TokenRows.even(1, cut, prompt.device), prompt[:cut], following[:cut]
+            prefill(model, planes, drafter, batch, *chunk, last=0)
+        garbage = random_tokens(padding, seed=1)
+        tokens, behind = (torch.cat((each[cut:], garbage)) for each in (prompt, following))
+        padded = TokenRows.even(1, len(tokens), prompt.device), tokens, behind
+        counts = torch.tensor([length - cut])
+        prefill(model, planes, drafter, batch, *padded, last=1, counts=counts)
+        if drafter is not None:
+            drafts.append(drafter.candidates(batch, planes, TREE))
+        emitted.append([batch.emitted[0, :1].tolist()])
+        for _ in range(4):
+            decode_round(model, planes, drafter, batch, sampling=False)
+            emitted[-1].append(batch.emitted[0, : int(batch.counts[0])].tolist())
+    assert emitted[0] == emitted[1]
+    if drafter is not None:
+        exact, padded_drafts = drafts
+        assert torch.equal(exact.tokens, padded_drafts.tokens)
+        torch.testing.assert_close(exact.scores, padded_drafts.scores, atol=1e-3, rtol=1e-3)
+
+
+class _Launched:
+    """In place of a capture stream: a graph is what would have been captured."""
+
+    pool: Any = None
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []  # of prompts that were read by one
+
+    def capture(self, launch: Any, pool: Any) -> Any:
+        def replay() -> None:
+            self.lengths.append(len(launch.args[5]))
+            launch()
+
+        launch()
+        return SimpleNamespace(replay=replay)
+
+
+@pytest.mark.parametrize("prefill_tokens", [16, 512])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_graphs_of_prompts_change_no_token(
+    model: DecoderModel, head: Eagle3Head, prefill_tokens: int, temperature: float
+) -> None:
+    """Prompts of every length that fits, one after the other; those that come together are read
+    without a graph."""
+    graphs, most = _Launched(), model.max_length - 2
+    drafter = Eagle3Drafter(head, model, TREE)
+    engine = Engine(model, drafter=drafter, slots=3, prefill_tokens=prefill_tokens)
+    with torch.inference_mode():
+        engine._prefill.capture(graphs)  # type: ignore[arg-type]
+    plain = Engine(model)
+    for length in (*range(1, 20), 31, 32, 33, 64, 65, 96, 97, 100, most - 1, most):
+        prompt = tuple(random_tokens(length, seed=length).tolist())
+        request = Request("a", prompt, min(6, most + 2 - length), (), temperature, seed=length)
+        (ours,), (theirs,) = engine.generate([request]), plain.generate([request])
+        assert ours.token_ids == theirs.token_ids, length
+    assert set(graphs.lengths) >= ({16, 32, 64, 96} if prefill_tokens > 100 else {16, 32, 64})
+    # Both are read whole; or the second, behind the first, to its 24th token.
+    for length in (3, 40):
+        prompts = [tuple(random_tokens(length, seed).tolist()) for seed in (1, 2)]
+        together = [Request(str(prompt), prompt, 2, ()) for prompt in prompts]
+        wanted = {done.request_id: done.token_ids for done in plain.generate(together)}
+        alone = len(graphs.lengths)
+        given = {done.request_id: done.token_ids for done in engine.generate(together)}
+        assert given == wanted
+        assert len(graphs.lengths) - alone == (length == 40 and prefill_tokens == 16)
+
+
+def test_a_drafter_reads_by_a_graph_what_it_reads_without(
+    model: DecoderModel, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in chunks, the last of which a graph reads behind those before it."""
+    rooms, traces = list[int](), []
+    length_for = PromptGraphs.length_for
+
+    def noting(self: PromptGraphs, count: int, room: int) -> int | None:
+        rooms.append(room)
+        return length_for(self, count, room)
+
+    monkeypatch.setattr(PromptGraphs, "length_for", noting)
+    for graphs in (None, _Launched()):
+        drafter = Eagle3Drafter(head, model, TREE)
+        drafter.trace = []
+        engine = Engine(model, drafter=drafter, slots=1, prefill_tokens=8)
+        if graphs is not None:
+            with torch.inference_mode():
+                engine._prefill.capture(graphs)  # type: ignore[arg-type]
+        list(engine.generate([Request("a", tuple(PROMPTS[2].tolist()), 6, ())]))
+        traces.append(drafter.trace)
+    assert graphs is not None and graphs.lengths == [16]
+    assert rooms == [engine._batch.block_table.shape[1] * PAGE - 64]
+    torch.testing.assert_close(*traces, atol=1e-3, rtol=1e-3)
+
+
+def test_a_graph_reads_no_further_than_a_row_has_entries(model: DecoderModel) -> None:
+    row, graphs = open_rows(model, 1, pages=4), _Launched()
+    planes = poisoned_planes(model, 5)
+    with torch.inference_mode():
+        prompts = PromptGraphs(model, planes, None, row, graphs, limit=64)  # type: ignore[arg-type]
+    assert [prompts.length_for(count, 500) for count in (1, 16, 17, 64, 65)] == [
+        16,
+        16,
+        32,
+        64,
+        None,
+    ]
+    assert [prompts.length_for(17, room) for room in (17, 31, 32)] == [None, None, 32]
 
 
 def test_staged_values_may_be_sent_again_before_they_are_used() -> None:
