@@ -62,6 +62,7 @@ class DraftWork(NamedTuple):
     queries: int  # numbers in its queries
     dtype: torch.dtype
     weight_bytes: int | None = None  # of a parameter; None: as the type's
+    window: int = 0  # entries that queries see, about; 0: all
 
 
 class Drafter(DrafterMemory, RowMemory, Protocol):

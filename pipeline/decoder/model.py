@@ -99,8 +99,9 @@ class DecoderModel:
         self._embedding_scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))
         kinds = layer_kinds(config, max_length)
         plain, local = two_kinds(kinds)
-        #: Positions that layers with a window see; 0: all layers see all positions.
-        self.sliding_window = max(kind.window for kind in kinds)
+        #: Positions that each layer sees; 0: all of them.
+        self.windows = [kind.window for kind in kinds]
+        self.sliding_window = max(self.windows)
         self.rotary = self._rotary_of(plain)
         self._local = None if local is None else (self._rotary_of(local), local.window)
         layers: list[LayerWeights] = []

@@ -4,7 +4,7 @@ A forward of n tokens a row takes the longer of what it reads and what it multip
 of Williams et al. 2009), from a config.json and the bandwidth and FLOP/s that the user states:
 
     bytes   weights (of experts, those that B · n tokens reach) + keys and values of B · (S + n)
-    FLOPs   2 · active parameters · B · n + attention over S
+    FLOPs   2 · active parameters · B · n + attention over S, of which windows hide a part
 
     S(γ) = τ · T_AR / (T_verify(γ + 1) + drafting(γ)),   τ = 1 + α + … + α^γ
 
@@ -107,7 +107,7 @@ class _Roofline(NamedTuple):
     def seconds(self, rows: int, context: int, tokens: int) -> float:
         """The floor of a forward of `tokens` tokens a row after `context` entries."""
         shape, count = self.shape, rows * tokens
-        cache = rows * (context + tokens) * shape.key_value_bytes
+        cache = rows * (shape.mean_seen(context) + tokens) * shape.key_value_bytes
         operations = 2.0 * self._multiplied() * count + count * shape.attention_flops(context)
         return self.floor(_WIDTH * self._reached(count) + cache, operations)
 

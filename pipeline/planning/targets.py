@@ -50,6 +50,8 @@ class TargetShape:
     qk_norm: bool = False  # Qwen3
     experts: Experts | None = None
     counted: int | None = None  # parameters, where a manifest says it
+    sliding_window: int = 0  # positions that a token sees, its own included,
+    sliding_layers: int = 0  # in so many layers
     aux_layers: int = 3  # whose states the head reads
     origin: str = ""  # where the numbers are from, for people
 
@@ -75,7 +77,14 @@ class TargetShape:
 
     def attention_flops(self, context: float) -> float:
         """Of one token's queries over `context` keys and values, in all layers."""
-        return 4.0 * context * self.layers * self.heads * self.head_dim
+        return 4.0 * self.mean_seen(context) * self.layers * self.heads * self.head_dim
+
+    def mean_seen(self, context: float) -> float:
+        """Of `context` entries those that a layer reads, on average."""
+        if not self.sliding_layers:
+            return context
+        hidden = max(context - self.sliding_window, 0)
+        return context - hidden * self.sliding_layers / self.layers
 
     def _parameters(self, experts: int) -> int:
         """Of all weights, with so many experts in a layer."""
@@ -178,6 +187,7 @@ def read_shape(path: Path) -> TargetShape:
         numbers: dict[str, Any] = tree.get("text_config", tree)
         heads, hidden = numbers["num_attention_heads"], numbers["hidden_size"]
         kind = numbers.get("model_type", "")
+        sliding_window, sliding_layers = _sliding(numbers, kind)
         shape = TargetShape(
             hidden=hidden,
             intermediate=numbers["intermediate_size"],
@@ -190,12 +200,34 @@ def read_shape(path: Path) -> TargetShape:
             qkv_bias=kind == "qwen2",
             qk_norm=kind in ("qwen3", "qwen3_moe"),
             experts=_experts(numbers),
+            sliding_window=sliding_window,
+            sliding_layers=sliding_layers,
             origin=where,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         fix = "pass the config.json of a causal language model"
         raise TargetError(f"cannot be read: {error}", where=where, fix=fix) from None
     return shape
+
+
+#: One layer of so many sees all positions where a config.json does not say which do; of 0 none.
+_FULL_EVERY = {"mistral": 0, "phi3": 0, "gemma2": 2, "gemma3_text": 6}
+
+
+def _sliding(numbers: dict[str, Any], kind: str) -> tuple[int, int]:
+    """The window of a target, and in how many of its layers it holds; (0, 0) without one."""
+    window, count = numbers.get("sliding_window") or 0, numbers["num_hidden_layers"]
+    is_used = numbers.get("use_sliding_window", not kind.startswith("qwen"))
+    every = numbers.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
+    if types := numbers.get("layer_types"):
+        layers = list(types).count("sliding_attention")
+    elif kind.startswith("qwen"):
+        layers = max(count - numbers.get("max_window_layers", count), 0)
+    elif every is None:
+        layers = 0
+    else:
+        layers = count - count // every if every else count
+    return (window, layers) if window and is_used and layers else (0, 0)
 
 
 def _experts(numbers: dict[str, Any]) -> Experts | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
 
@@ -345,7 +345,7 @@ class Roofline:
     bandwidth: float  # bytes/s
     flops: float  # FLOP/s, a multiply-add being two
     rows: int
-    context: int  # entries of each row
+    context: float  # entries of each row that a layer sees
 
     def seconds(
         self,
@@ -405,10 +405,11 @@ def round_floor_seconds(
 def floor_seconds(model: DecoderModel, tokens: int, roofline: Roofline) -> float:
     """T_AR or T_verify: a forward of `tokens` tokens a row, with logits of all of them."""
     size, layers = model.head_dim, len(model.layers)
+    seen = sum(min(window or roofline.context, roofline.context) for window in model.windows)
     lm_head: int = model.vocabulary * model.config.hidden_size
     matrices = [(layers * layer_parameters(model) + lm_head, tokens)]
     entry, queries = 2 * layers * model.kv_heads * size, layers * model.num_heads * size
-    return roofline.seconds(
+    return replace(roofline, context=seen / layers).seconds(
         matrices,
         tokens,
         entry=entry,
@@ -453,7 +454,8 @@ def extend_floor_seconds(work: DraftWork, roofline: Roofline) -> float:
 def _head_seconds(
     work: DraftWork, matrices: Sequence[tuple[int, int]], tokens: int, roofline: Roofline
 ) -> float:
-    return roofline.seconds(
+    seen = min(work.window or roofline.context, roofline.context)
+    return replace(roofline, context=seen).seconds(
         matrices,
         tokens,
         entry=work.entry,

@@ -5,6 +5,7 @@ Llama-3.3-70B: H 8,192, I 28,672, 80 layers, 64 query and 8 key/value heads of 1
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
 
 from pipeline.config import TrainSection, parse
 from pipeline.errors import TargetError
@@ -134,6 +136,47 @@ def test_experts_count_where_they_are_held_and_where_they_compute(
     assert shape.active_parameters == pytest.approx(active, rel=0.02)
     half = replace(shape, counted=round(parameters / 2))
     assert half.active_parameters == pytest.approx(active / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers"),
+    [
+        ("mistral", {"sliding_window": 4096}),
+        ("mistral", {"sliding_window": None}),
+        ("phi3", {"sliding_window": 262144}),
+        ("phi3", {"sliding_window": 2047}),
+        ("llama", {}),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": False}),
+        ("qwen2", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 7}),
+        ("qwen3", {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 40}),
+        ("gemma2", {"sliding_window": 4096}),
+        ("gemma3_text", {"sliding_window": 512}),
+        ("gemma3_text", {"sliding_window": 512, "sliding_window_pattern": 4}),
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 8 + ["full_attention"] * 4}),
+    ],
+)
+@pytest.mark.parametrize("written", [False, True])
+def test_windows_are_those_that_transformers_reads(
+    kind: str, numbers: dict[str, Any], written: bool, tmp_path: Path
+) -> None:
+    """From what a model's owner writes, and from what transformers makes of it."""
+    sizes = {"num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 96}
+    fields = {**sizes, "num_hidden_layers": 12, "vocab_size": 50, "head_dim": 16, **numbers}
+    config = AutoConfig.for_model(kind, **fields)
+    body = config.to_dict() if written else {"model_type": kind, **fields}
+    if not written and kind == "gemma3_text" and "sliding_window" not in fields:
+        body["sliding_window"] = config.sliding_window
+    (tmp_path / "config.json").write_text(json.dumps(body, default=str))
+    window = getattr(config, "sliding_window", None) or 0
+    always = "sliding_attention" if kind in ("mistral", "phi3") else "full_attention"
+    types = getattr(config, "layer_types", None) or [always] * 12
+    layers = types.count("sliding_attention") if window else 0
+    shape = read_shape(tmp_path / "config.json")
+    expected = (window, layers) if layers else (0, 0)
+    assert (shape.sliding_window, shape.sliding_layers) == expected
+    seen = [min(5000, window if each == "sliding_attention" and window else 5000) for each in types]
+    assert shape.mean_seen(5000) == pytest.approx(sum(seen) / 12)
+    assert shape.attention_flops(5000) == 4 * sum(seen) * 4 * 16
 
 
 def test_a_head_for_70b_in_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +101,23 @@ def test_floors(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
     # Scores and sums over 100 entries take two multiply-adds for each of 256 numbers of a query.
     operations = 15 * (2 * parameters + 4 * 4 * 100 * 256)
     assert floor_seconds(model, 5, slow_arithmetic) == pytest.approx(operations / 1e6)
+
+
+def test_what_a_window_hides_is_neither_read_nor_met(
+    drafting: tuple[DecoderModel, Eagle3Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers see 40 of 100 entries, two see all: 70, as if the context were so long."""
+    model, drafter = drafting
+    rooflines = [Roofline(*rates, rows=3, context=100) for rates in ((1e6, 1e30), (1e30, 1e6))]
+    shorter = [floor_seconds(model, 5, replace(each, context=70)) for each in rooflines]
+    monkeypatch.setattr(model, "windows", [40, 0, 200, 40])
+    assert [floor_seconds(model, 5, each) for each in rooflines] == pytest.approx(shorter)
+    work = drafter.work(SHAPE)
+    for seconds in (draft_floor_seconds, extend_floor_seconds):
+        for roofline in rooflines:
+            seen = seconds(work._replace(window=30), roofline)
+            assert seen == pytest.approx(seconds(work, replace(roofline, context=30)))
+            assert seen < seconds(work._replace(window=300), roofline) == seconds(work, roofline)
 
 
 def test_floors_of_the_head(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:

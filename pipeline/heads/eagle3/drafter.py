@@ -123,6 +123,7 @@ class Eagle3Drafter(TreeDrafter):
             queries=count * queries,
             dtype=self.dtype,
             weight_bytes=1 if isinstance(self._fc, Float8Rows) else None,
+            window=size.sliding_window or size.draft_window,
         )
 
     def _seen(self, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

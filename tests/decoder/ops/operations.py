@@ -408,6 +408,11 @@ def layers(
         for each, right in zip(got, wanted, strict=True):
             assert each.shape == right.shape and each.dtype is backend.ops.dtype
             backend.near(each, right, **LAYER_ERRORS[backend.ops.dtype])
+    if odd:
+        stack = LayerStack(ours, norms, 1e-5, (0,))
+        with pytest.raises(AssertionError, match="other angles or a window"):
+            bare = replace(placed, rotary=(rotary[0], rotary[1]))
+            backend.ops.layers(stack, bare, x[0], x[1], plane)
 
 
 #: Of numbers of size one, through two layers.
