@@ -36,7 +36,7 @@ from bench.random_target import LLAMA_8B, RandomWeights
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.ops.layer import PAGE, Packed
 from pipeline.decoder.ops.tree import WINDOW
 from pipeline.decoder.ops.triton.ops import TritonOps, chunks_of
 from pipeline.decoder.round import decode_round
@@ -231,6 +231,11 @@ class TracedOps(TritonOps):
     """The operations of a GPU; launches go to the trace that is open, if any."""
 
     trace: RoundTrace | None = None
+    #: Whether the target's layers are as `eagle3 float8` rounds them.
+    float8 = False
+
+    def pack_layer(self, weight: Tensor) -> Packed:
+        return self.pack_float8(weight) if self.float8 else self.pack(weight)
 
     def _start(
         self,
@@ -547,15 +552,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(heading + (_TIMES.format("memory ms", "gaps ms", "round ms") if timed else ""))
     model = llama_8b(chosen.length)
     drafter, in_float8 = eagle3_for(model), eagle3_for(model, float8=True)
+    rounded = TracedOps(model.dtype)
+    rounded.float8 = True
+    smaller = llama_8b(chosen.length, rounded)
     for rows in chosen.rows:
-        for name, drafting, sampling in (
-            ("plain", None, False),
-            ("greedy tree", drafter, False),
-            ("greedy, fp8 head", in_float8, False),
-            ("sampled tree", drafter, True),
-            ("greedy, lookup", lookup_beside(drafter, model), False),
+        for name, target, drafting, sampling in (
+            ("plain", model, None, False),
+            ("greedy tree", model, drafter, False),
+            ("greedy, fp8 head", model, in_float8, False),
+            ("sampled tree", model, drafter, True),
+            ("greedy, lookup", model, lookup_beside(drafter, model), False),
+            ("plain, fp8", smaller, None, False),
+            ("greedy tree, fp8", smaller, eagle3_for(smaller), False),
         ):
-            counts = count_round(model, drafting, rows, chosen.context, sampling=sampling)
+            counts = count_round(target, drafting, rows, chosen.context, sampling=sampling)
             sizes = counts.peak_bytes, counts.read, counts.written
             line = _ROW.format(
                 name,

@@ -84,6 +84,7 @@ SEAMS = {
     "pipeline.cli.pii_score": "a command",
     "pipeline.refresh": "a command",
     "pipeline.exchange.export": "a command",
+    "pipeline.exchange.float8": "a command",
     "pipeline.exchange.imports": "a command",
     "pipeline.exchange.inspect": "a command",
     "pipeline.train.follow": "a corpus that is not all there, beside the one that is",

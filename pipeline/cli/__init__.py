@@ -15,6 +15,7 @@ eagle3 check-serving --server URL -c run.yaml | --report FILE   its τ against t
 eagle3 inspect HEAD [--json]     contract, size, tensors, vocabulary, provenance, metrics of a head
 eagle3 export HEAD --format sglang|speculators|mtp|gguf --out DIR [--target …] [--verifier …]
 eagle3 import DIR --target SOURCE --out HEAD
+eagle3 float8 SOURCE --out DIR    a target rounded to float8: on a GPU half the bytes a token
 eagle3 export-samples URI --out DIR    a run's samples as a data set
 eagle3 import-samples DIR --out URI    such a data set as the synth stage of a run
 eagle3 pii-score FILE… [-c run.yaml] [--json]   recall and precision of the personal-data filter
@@ -414,6 +415,13 @@ def _import(arguments: argparse.Namespace) -> int:
 
     template = arguments.chat_template
     import_head(arguments.head, target=arguments.target, out=arguments.out, chat_template=template)
+    return 0
+
+
+def _float8(arguments: argparse.Namespace) -> int:
+    from pipeline.exchange.float8 import round_target
+
+    round_target(arguments.source, arguments.out)
     return 0
 
 
@@ -894,6 +902,11 @@ def _add_heads(commands: Commands) -> None:
     imported.add_argument(
         "--out", required=True, metavar="HEAD", help=f"head directory to write; {empty}"
     )
+
+    rounds = "write a copy of a target whose layers' matrices are rounded to float8"
+    float8 = _command(commands, "float8", _float8, rounds)
+    float8.add_argument("source", metavar="SOURCE", help="the target, as in target.source")
+    float8.add_argument("--out", required=True, metavar="DIR", help=f"directory to write; {empty}")
 
 
 def _add_publication(command: Parser) -> None:

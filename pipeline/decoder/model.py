@@ -109,7 +109,7 @@ class DecoderModel:
         for index, kind in enumerate(kinds):
             layer = weights.layer(index)
             norms.append(layer["input_layernorm.weight"].to(device, torch.float32))
-            fused = fuse_layer(layer, ops, device, order=self._order)
+            fused = fuse_layer(layer, ops, device, ops.pack_layer, order=self._order)
             layers.append(replace(fused, gelu=is_gemma, local=kind == local))
         norms.append(weights.final_norm().to(device, torch.float32))
         self.input_norm = norms[0]

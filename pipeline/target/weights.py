@@ -139,14 +139,14 @@ class TargetWeights:
 
     def final_norm(self) -> Tensor:
         """What the norm before lm_head multiplies by [H]."""
-        name = f"{self._prefix}norm.weight"
+        name = f"{self.prefix}norm.weight"
         if name in self:
             return self._norm(self[name])
         return torch.ones(self.embedding().shape[1])  # of a norm without a weight
 
     def last_norm(self) -> dict[str, Tensor]:
         """That norm's tensors as stored, names relative to it."""
-        prefix = f"{self._prefix}norm."
+        prefix = f"{self.prefix}norm."
         return {name.removeprefix(prefix): self[name] for name in self if name.startswith(prefix)}
 
     def layer(self, index: int) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class TargetWeights:
 
         Quantised tensors are left out: they are not weights by themselves.
         """
-        prefix, architecture = f"{self._prefix}layers.{index}.", self._architecture
+        prefix, architecture = f"{self.prefix}layers.{index}.", self._architecture
         stored = {name.removeprefix(prefix): self[name] for name in self if name.startswith(prefix)}
         layer = {name: tensor for name, tensor in stored.items() if _is_number(tensor)}
         scaled = "self_attn.q_norm." if "self_attn.q_norm.weight" in stored else "self_attn.q_"
@@ -179,14 +179,14 @@ class TargetWeights:
         return tensor
 
     @cached_property
-    def _prefix(self) -> str:
+    def prefix(self) -> str:
         """`model.`, or what a wrapper of several models puts before its language model."""
         ends = [name for name in self if name.endswith("embed_tokens.weight")]
         return ends[0].removesuffix("embed_tokens.weight") if len(ends) == 1 else "model."
 
     @property
     def _embedding_name(self) -> str:
-        return f"{self._prefix}embed_tokens.weight"
+        return f"{self.prefix}embed_tokens.weight"
 
     @property
     def _output_name(self) -> str | None:

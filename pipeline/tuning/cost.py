@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
@@ -36,6 +36,7 @@ from pipeline.decoder.graphs import CaptureStream
 from pipeline.decoder.kv import Planes, Pools, on_gpu, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.ops.layer import Float8Rows, Packed
 from pipeline.decoder.ops.tree import WINDOW, Tree, root_only
 from pipeline.decoder.round import count_proposed, verify_forward
 
@@ -421,8 +422,7 @@ def floor_seconds(model: DecoderModel, tokens: int, roofline: Roofline) -> float
 
 def model_bytes(model: DecoderModel) -> float:
     """What a forward reads of the target's weights: every matrix once, a tied lm_head included."""
-    lm_head: int = model.vocabulary * model.config.hidden_size
-    return _stored_bytes(model) * (len(model.layers) * layer_parameters(model) + lm_head)
+    return sum(map(_packed_bytes, _matrices(model)))
 
 
 def layer_parameters(model: DecoderModel) -> int:
@@ -435,10 +435,20 @@ def layer_parameters(model: DecoderModel) -> int:
 
 def _stored_bytes(model: DecoderModel) -> float:
     """Of a parameter, as the backend has packed it: bf16 weights stay so under fp32 arithmetic."""
-    layer = model.layers[0]
-    packed = layer.qkv, layer.output, layer.gate_up, layer.down
-    held: int = sum(weight.data.nbytes for weight in packed)
-    return held / layer_parameters(model)
+    lm_head: int = model.vocabulary * model.config.hidden_size
+    return model_bytes(model) / (len(model.layers) * layer_parameters(model) + lm_head)
+
+
+def _matrices(model: DecoderModel) -> Iterator[Packed]:
+    """All that a forward multiplies with."""
+    for layer in model.layers:
+        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+    yield model.lm_head
+
+
+def _packed_bytes(weight: Packed) -> int:
+    held = weight.values if isinstance(weight, Float8Rows) else weight.data
+    return int(held.nbytes)
 
 
 def draft_floor_seconds(work: DraftWork, roofline: Roofline) -> float:

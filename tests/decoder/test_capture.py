@@ -60,16 +60,22 @@ COUNTS = {
     (1, "fp8"): (269, 594, 10_231_296, 18_063_430_936, 497_674_060),
     (1, "sampled"): (283, 605, 10_231_296, 19_989_396_740, 493_628_088),
     (1, "lookup"): (274, 596, 10_231_296, 19_978_973_088, 492_540_772),
+    (1, "plain, target in fp8"): (180, 433, 642_048, 8_607_409_200, 33_414_040),
+    (1, "greedy, target in fp8"): (269, 588, 10_231_296, 13_004_998_936, 492_535_628),
     (8, "plain"): (180, 433, 5_115_904, 19_577_133_696, 267_312_320),
     (8, "greedy"): (397, 588, 78_650_880, 25_349_666_728, 1_518_075_488),
     (8, "fp8"): (397, 594, 78_650_880, 23_467_105_192, 1_556_037_216),
     (8, "sampled"): (411, 605, 78_650_880, 25_425_354_504, 1_526_815_168),
     (8, "lookup"): (402, 596, 78_650_880, 25_350_798_448, 1_518_110_592),
+    (8, "plain, target in fp8"): (180, 433, 5_115_904, 12_603_316_864, 267_312_320),
+    (8, "greedy, target in fp8"): (525, 844, 78_650_880, 27_080_341_416, 2_885_418_592),
     (32, "plain"): (180, 433, 20_457_472, 33_109_616_384, 901_477_120),
     (32, "greedy"): (412, 583, 314_601_984, 44_484_729_384, 5_737_888_128),
     (32, "fp8"): (442, 639, 314_601_984, 45_152_554_536, 6_139_165_056),
     (32, "sampled"): (426, 600, 314_601_984, 44_783_640_488, 5_772_846_848),
     (32, "lookup"): (417, 591, 314_601_984, 44_489_201_904, 5_738_025_952),
+    (32, "plain, target in fp8"): (180, 433, 20_457_472, 26_135_799_552, 901_477_120),
+    (32, "greedy, target in fp8"): (796, 839, 320_893_440, 65_430_952_488, 33_657_928_064),
 }
 
 
@@ -81,10 +87,18 @@ def counted() -> dict[tuple[int, str], RoundCounts]:
         **{"plain": None, "greedy": drafter, "fp8": in_float8, "sampled": drafter},
         "lookup": lookup_beside(drafter, model),
     }
+    rounded = TracedOps(torch.bfloat16)
+    rounded.float8 = True
+    smaller = llama_8b(8192, rounded)
+    cases = [(model, name, drafting) for name, drafting in drafters.items()]
+    cases += [
+        (smaller, "plain, target in fp8", None),
+        (smaller, "greedy, target in fp8", eagle3_for(smaller)),
+    ]
     return {
-        (rows, name): count_round(model, drafting, rows, CONTEXT, sampling=name == "sampled")
+        (rows, name): count_round(target, drafting, rows, CONTEXT, sampling=name == "sampled")
         for rows in (1, 8, 32)
-        for name, drafting in drafters.items()
+        for target, name, drafting in cases
     }
 
 
@@ -115,6 +129,7 @@ def test_the_page_shows_them() -> None:
     names = {
         **{"plain": "plain", "greedy": "greedy tree", "fp8": "greedy, fp8 head"},
         **{"sampled": "sampled tree", "lookup": "greedy, lookup"},
+        **{"plain, target in fp8": "plain, fp8", "greedy, target in fp8": "greedy tree, fp8"},
     }
     for (rows, name), (launches, allocations, *sizes) in COUNTS.items():
         megabytes = " | ".join(f"{size / 1e6:,.0f}" for size in sizes)
@@ -153,6 +168,19 @@ def test_a_head_in_float8_saves_what_the_cost_model_counts(
     )
     saved = counted[1, "greedy"].read - counted[1, "fp8"].read
     assert saved == pytest.approx(parameters, rel=0.01)
+
+
+def test_a_target_in_float8_reads_a_byte_of_every_parameter_less(
+    counted: dict[tuple[int, str], RoundCounts],
+) -> None:
+    """Of its layers', and takes half the memory."""
+    rounded = TracedOps(torch.bfloat16)
+    rounded.float8 = True
+    model, smaller = llama_8b(256, layers=8), llama_8b(256, rounded, layers=8)
+    saved = model_bytes(model) - model_bytes(smaller)
+    assert saved == 8 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336)
+    read = counted[1, "plain"].read - counted[1, "plain, target in fp8"].read
+    assert read == pytest.approx(saved * 32 / 8, rel=0.001)
 
 
 # Planted faults ---------------------------------------------------------------------------------
@@ -277,13 +305,15 @@ def largest_prefill(engine: Engine, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "float8"), [(1, False), (8, False), (64, False), (1, True), (64, True)]
+    ("slots", "float8"),
+    [(1, ""), (8, ""), (64, ""), (1, "head"), (64, "head"), (64, "target"), (64, "both")],
 )
-def test_an_8b_target_on_24_gb(slots: int, float8: bool) -> None:
+def test_an_8b_target_on_24_gb(slots: int, float8: str) -> None:
     """Weights, rounds and prompts fit beside the pages, which take most of what is left."""
     with fake_gpu(24 * GIB) as gpu:
+        gpu.ops.float8 = float8 in ("target", "both")
         model = llama_8b(8192, gpu.ops)
-        drafter = eagle3_for(model, float8=float8)
+        drafter = eagle3_for(model, float8=float8 in ("head", "both"))
         engine = Engine(model, drafter=drafter, slots=slots, buckets=(slots,))
         before = gpu.peak_bytes = gpu.held_bytes()
         largest_prefill(engine, 2048)

@@ -75,6 +75,11 @@ class TorchOps:
         that does not read such weights computes with what they hold."""
         return self.pack(Float8Rows.of(weight).widened())
 
+    def pack_layer(self, weight: Tensor) -> Packed:
+        """A matrix of a target's layers: as `pack`, or in float8 where a backend reads that and
+        nothing is lost."""
+        return self.pack(weight)
+
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """x [T, in] → [T, out]; `weight` has been through `pack`."""
         return F.linear(x, weight, bias)

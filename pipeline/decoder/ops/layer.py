@@ -36,12 +36,22 @@ class Float8Rows:
         values = (wide / scales[:, None]).to(torch.float8_e4m3fn)
         return cls(values.view(torch.uint8), scales)
 
+    @classmethod
+    def exactly(cls, weight: Tensor) -> Float8Rows | None:
+        """The same where nothing is lost by it, else None."""
+        for part in (weight[:8], weight):  # the first rows tell most
+            rows = cls.of(part)
+            if not torch.equal(rows.widened().to(weight.dtype), part):
+                return None
+        return rows
+
     def __len__(self) -> int:
         return len(self.values)
 
     def widened(self) -> Tensor:
         """[out, in] bfloat16: what it holds."""
-        return self.values.view(torch.float8_e4m3fn).bfloat16() * self.scales[:, None].bfloat16()
+        wide = self.values.view(torch.float8_e4m3fn).bfloat16()
+        return wide.mul_(self.scales[:, None].bfloat16())
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,6 +127,7 @@ def linear(backend: Backend, rows: int, inputs: int, outputs: int, stored: torch
 
 @operation(70, [64, 130, 1000], [33, 576], [False, True], corners=[
     (1, 4096, 130, True), (64, 64, 130, False), (65, 64, 130, True), (3, 63, 576, True),
+    (321, 64, 33, True),
 ])  # fmt: skip
 def float8_linear(backend: Backend, rows: int, outputs: int, inputs: int, biased: bool) -> None:
     """A row of zeros, one of small numbers, and numbers below float8's smallest normal one."""

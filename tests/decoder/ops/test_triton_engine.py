@@ -142,6 +142,52 @@ def test_log_probabilities_are_transformers(
     assert difference < 1e-4 and theirs.std() > 0.5
 
 
+LAYER_FAULTS: dict[str, Callable[[Tensor], object]] = {
+    "no scales": lambda scales: scales.fill_(1),
+    "scales of another row": lambda scales: scales.copy_(scales.roll(1)),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *LAYER_FAULTS])
+def test_a_rounded_target_is_transformers_in_float8(
+    device: torch.device, tmp_path: Path, fault: str | None
+) -> None:
+    """Log-probabilities, and what a tree generates; the matrices are found to be float8's."""
+    hf = random_family("qwen2", tmp_path / "stored")
+    assert not float8_matrices(loaded_family(tmp_path / "stored", device))
+    with torch.no_grad():
+        for matrix in (each for each in hf.model.layers.parameters() if each.dim() == 2):
+            matrix.mul_(1 + torch.arange(len(matrix))[:, None] % 3)
+            matrix.copy_(Float8Rows.of(matrix).widened())
+    hf.save_pretrained(tmp_path / "rounded")
+    hf.to(device)
+    own = loaded_family(tmp_path / "rounded", device)
+    held = float8_matrices(own)
+    assert len(held) == 4 * len(own.layers)
+    for each in held:
+        if fault is not None:
+            LAYER_FAULTS[fault](each.scales)
+    prompt, reply = (3, 1, 4, 1, 5, 9, 2, 6, 5), (3, 5, 8, 9, 7, 9, 3)
+    ids = torch.tensor([[*prompt, *reply[:-1]]], device=device)
+    with torch.inference_mode():
+        logits = hf(ids).logits[0]
+    theirs = logits[len(prompt) - 1 :].float().log_softmax(-1)  # [T, V]
+    difference = (log_probabilities(own, prompt, reply) - theirs).abs().max()
+    assert (difference < 1e-4) == (fault is None) and theirs.std() > 0.5
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    whole = hf.generate(ids, attention_mask=mask, **settings)[0, ids.shape[1] :].tolist()
+    drafter = Eagle3Drafter(random_head(own.config, torch.arange(16)), own, TREES["tree"])
+    request = Request("0", tuple(ids[0].tolist()), 5, ())
+    given = replies(Engine(own, drafter=drafter, slots=2, overlap=True), [request])
+    assert fault is not None or given["0"] == tuple(whole)
+
+
+def float8_matrices(model: DecoderModel) -> list[Float8Rows]:
+    packed = ((w.qkv, w.output, w.gate_up, w.down) for w in model.layers)
+    return [each for layer in packed for each in layer if isinstance(each, Float8Rows)]
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_a_tree_behind_a_window_gives_what_transformers_generates(
     device: torch.device, tmp_path: Path, family: str

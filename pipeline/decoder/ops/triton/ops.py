@@ -79,6 +79,9 @@ MOST_CHUNKS = 32
 
 #: Forwards of more tokens leave their products to cuBLAS: arithmetic binds them, not the weights.
 MOST_FUSED = 64
+#: Products of more pieces of so many tokens with float8 widen it: a byte for each piece is more
+#: than one to read, two to write and two to read again.
+MOST_PIECES = 5
 #: Rows of a weight that a program reads at a time, in two blocks.
 HALF_ROWS = 64
 #: Programs of a product, about, and steps of each: two for every multiprocessor of an H100, with
@@ -114,6 +117,7 @@ class TritonOps(Launcher):
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__(dtype)
         self._counters: list[Tensor] = []
+        self._widest = 0  # parameters of the largest matrix that is held in float8
 
     def scratch_bytes(self, rows: int, query_len: int, heads: int, size: int, drawn: int) -> int:
         queries = rows * min(query_len, MOST_SPLIT) * heads
@@ -121,18 +125,28 @@ class TritonOps(Launcher):
         # Splits are doubled while there are too few programs.
         outputs = 2 * PRODUCT_PROGRAMS * max(2 * HALF_ROWS, size)
         product = 4 * outputs * min(rows * query_len, MOST_FUSED) + 4 * ARRIVALS
+        product += self.dtype.itemsize * self._widest
         return attention + product + drawn * CAPACITY * self.dtype.itemsize
 
     def pack_float8(self, weight: Tensor) -> Packed:
         # Kernels read a weight in two halves.
-        return super().pack_float8(weight) if len(weight) % 2 else Float8Rows.of(weight)
+        return super().pack_float8(weight) if len(weight) % 2 else self._hold(Float8Rows.of(weight))
+
+    def pack_layer(self, weight: Tensor) -> Packed:
+        rows = None if len(weight) % 2 else Float8Rows.exactly(weight)
+        return self.pack(weight) if rows is None else self._hold(rows)
+
+    def _hold(self, rows: Float8Rows) -> Float8Rows:
+        self._widest = max(self._widest, rows.values.numel())
+        return rows
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         if not isinstance(weight, Float8Rows):
             return super().linear(x, weight, bias)
+        if len(x) > MOST_PIECES * MOST_FUSED:
+            return super().linear(x, weight.widened().to(self.dtype), bias)
         out = x.new_empty(len(x), len(weight))
         where = 0.0, -(-len(weight) // (2 * HALF_ROWS)), HALF_ROWS
-        # Each part reads all bytes, which costs a long prompt time, and no memory for a copy.
         parts = (torch.split(each, MOST_FUSED) for each in (x, out))
         for read, written in zip(*parts, strict=True):
             each = *where, (written,)
