@@ -26,6 +26,8 @@ from pipeline.config import TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel, pick_ops
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.layer import Float8Rows
+from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.request import Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
@@ -347,8 +349,9 @@ def _shortfall(scores: Tensor, chosen: Tensor) -> Tensor:
     return scores.max(-1).values - scores.gather(1, chosen[:, None])[:, 0]
 
 
-def against_hf(name: str, device: torch.device) -> dict[str, Any]:
-    """A whole architecture with random weights: log-probabilities and greedy replies are HF's.
+def against_hf(name: str, device: torch.device, *, float8: bool = False) -> dict[str, Any]:
+    """A whole architecture with random weights: log-probabilities and greedy replies are HF's; with
+    `float8` of matrices that are rounded to it, in which a GPU's kernels hold them.
 
     fp32: log-probabilities of a text. bf16: each token that we choose is HF's best or nearly so, in
     HF's bf16 or in fp32: HF rounds more often than kernels that sum in fp32.
@@ -367,6 +370,9 @@ def against_hf(name: str, device: torch.device) -> dict[str, Any]:
             torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
         else:
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
+    if float8:
+        for matrix in (each for each in drawn.model.layers.parameters() if each.dim() > 1):
+            matrix.data = Float8Rows.of(matrix.data).widened().float()
     layers = config.num_hidden_layers
     capture = 1, layers // 2 - 1, layers - 4
     prompt, reply = prompt_of(200), prompt_of(100, 8)
@@ -387,6 +393,8 @@ def against_hf(name: str, device: torch.device) -> dict[str, Any]:
             model = DecoderModel.load(
                 directory, capture, device=device, dtype=dtype, max_length=300
             )
+            held = isinstance(model.layers[0].qkv, Float8Rows)
+            assert held == (float8 and isinstance(model.ops, TritonOps)), "held in float8"
             if dtype == torch.float32:
                 ours = log_probabilities(model, prompt, reply)
                 difference = float((theirs(dtype) - ours).abs().max())
@@ -433,6 +441,8 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         yield "capture beside pinning", partial(capture_beside_pinning, device)
     for name in ARCHITECTURES:
         yield f"hugging face, {name}", partial(against_hf, name, device)
+    first = next(iter(ARCHITECTURES))
+    yield f"hugging face, {first} in float8", partial(against_hf, first, device, float8=True)
     for name, shape in SHAPES.items():
         yield f"logits, {name}", partial(logits_agree, shape, device)
         yield f"near ties in bf16, {name}", partial(near_ties, shape, device)

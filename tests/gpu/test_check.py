@@ -29,6 +29,7 @@ NAMES = [
     "hugging face, tiny llama",
     "hugging face, tiny qwen3",
     "hugging face, tiny gemma3_text",
+    "hugging face, tiny llama in float8",
     "logits, llama",
     "near ties in bf16, llama",
     "greedy, llama, tree",
