@@ -368,7 +368,7 @@ def test_the_command_prints_a_roofline(capsys: pytest.CaptureFixture[str]) -> No
     """Of the bytes and of the gaps between launches, from what the user says of a machine."""
     assert main(["--rows", "1", "--bandwidth", "2000", "--gap", "1"]) == 0
     heading, plain, *drafting = capsys.readouterr().out.splitlines()
-    assert heading.split()[-2:] == ["round", "ms"] and len(drafting) == 4
+    assert heading.split()[-2:] == ["round", "ms"] and len(drafting) == 6
     launches, _, _, read, written = COUNTS[1, "plain"]
     memory, gaps = (read + written) / 2e9, launches / 1e3  # milliseconds
     figures = [float(each) for each in plain.split()[-3:]]
