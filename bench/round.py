@@ -500,13 +500,18 @@ def trace_twice(ops: TracedOps, launch: Callable[[], object], context: int) -> R
 
 
 def llama_8b(
-    max_length: int, ops: TracedOps | None = None, *, layers: int = LLAMA_8B["num_hidden_layers"]
+    max_length: int,
+    ops: TracedOps | None = None,
+    *,
+    layers: int = LLAMA_8B["num_hidden_layers"],
+    float8: bool = False,
 ) -> DecoderModel:
-    """The target, or `layers` layers of it."""
+    """The target, or `layers` layers of it; as `eagle3 float8` rounds it, or as it is."""
     from transformers import LlamaConfig
 
     config, dtype = LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": layers}), torch.bfloat16
     capture, ops = (1, layers // 2 - 1, layers - 4), ops or TracedOps(dtype)
+    ops.float8 = float8
     with without_data():
         return random_target.random_model(
             config, capture, device=META, dtype=dtype, max_length=max_length, ops=ops
@@ -552,9 +557,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(heading + (_TIMES.format("memory ms", "gaps ms", "round ms") if timed else ""))
     model = llama_8b(chosen.length)
     drafter, in_float8 = eagle3_for(model), eagle3_for(model, float8=True)
-    rounded = TracedOps(model.dtype)
-    rounded.float8 = True
-    smaller = llama_8b(chosen.length, rounded)
+    smaller = llama_8b(chosen.length, float8=True)
     for rows in chosen.rows:
         for name, target, drafting, sampling in (
             ("plain", model, None, False),

@@ -40,10 +40,11 @@ def round_target(source: str, out: str) -> None:
     target = open_target(TargetSection(source=source), decoded=True)
     rounded = parameters = 0
     with output_directory(out, last="config.json") as folder:
-        folder.mkdir(parents=True)
         with long_step("target", "rounding to float8"):
             for file in weight_files(target.directory):
-                count, size = _write(file, folder / file.name, target)
+                new = folder / file.relative_to(target.directory)
+                new.parent.mkdir(parents=True, exist_ok=True)
+                count, size = _write(file, new, target)
                 rounded, parameters = rounded + count, parameters + size
         for path in {path for pattern in _BESIDE for path in target.directory.glob(pattern)}:
             shutil.copyfile(path, folder / path.name)

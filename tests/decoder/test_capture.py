@@ -87,9 +87,7 @@ def counted() -> dict[tuple[int, str], RoundCounts]:
         **{"plain": None, "greedy": drafter, "fp8": in_float8, "sampled": drafter},
         "lookup": lookup_beside(drafter, model),
     }
-    rounded = TracedOps(torch.bfloat16)
-    rounded.float8 = True
-    smaller = llama_8b(8192, rounded)
+    smaller = llama_8b(8192, float8=True)
     cases = [(model, name, drafting) for name, drafting in drafters.items()]
     cases += [
         (smaller, "plain, target in fp8", None),
@@ -174,13 +172,24 @@ def test_a_target_in_float8_reads_a_byte_of_every_parameter_less(
     counted: dict[tuple[int, str], RoundCounts],
 ) -> None:
     """Of its layers', and takes half the memory."""
-    rounded = TracedOps(torch.bfloat16)
-    rounded.float8 = True
-    model, smaller = llama_8b(256, layers=8), llama_8b(256, rounded, layers=8)
+    model, smaller = llama_8b(256, layers=8), llama_8b(256, layers=8, float8=True)
     saved = model_bytes(model) - model_bytes(smaller)
     assert saved == 8 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336)
     read = counted[1, "plain"].read - counted[1, "plain, target in fp8"].read
     assert read == pytest.approx(saved * 32 / 8, rel=0.001)
+
+
+def test_the_copy_of_a_matrix_in_float8_is_planned() -> None:
+    """Of the largest, which long prompts make."""
+    ops, sizes = TracedOps(torch.bfloat16), list[int]()
+    for shape in ((2, 4), (256, 64), (128, 64)):
+        ops.pack_float8(torch.empty(shape, device=META))
+        sizes.append(ops.scratch_bytes(1, 1, 1, 1, 1))
+    assert [each - sizes[0] for each in sizes] == [
+        0,
+        2 * (256 * 64 - 2 * 4),
+        2 * (256 * 64 - 2 * 4),
+    ]
 
 
 # Planted faults ---------------------------------------------------------------------------------
@@ -311,8 +320,7 @@ def largest_prefill(engine: Engine, tokens: int) -> None:
 def test_an_8b_target_on_24_gb(slots: int, float8: str) -> None:
     """Weights, rounds and prompts fit beside the pages, which take most of what is left."""
     with fake_gpu(24 * GIB) as gpu:
-        gpu.ops.float8 = float8 in ("target", "both")
-        model = llama_8b(8192, gpu.ops)
+        model = llama_8b(8192, gpu.ops, float8=float8 in ("target", "both"))
         drafter = eagle3_for(model, float8=float8 in ("head", "both"))
         engine = Engine(model, drafter=drafter, slots=slots, buckets=(slots,))
         before = gpu.peak_bytes = gpu.held_bytes()

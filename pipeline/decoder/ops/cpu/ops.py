@@ -168,7 +168,7 @@ class CpuOps(TorchOps):
         assert hidden.dtype is normed.dtype is plane.dtype is self.dtype
         assert metadata.rotary[0].dtype is self.dtype and plane.is_contiguous()
         for each in stack.layers:
-            metadata.of(each)  # is there
+            metadata.of(each)  # raises where the forward has none for it
         structs = self._structs_of(stack, plane)
         output = hidden.clone(memory_format=torch.contiguous_format)
         normed, output_normed = normed.contiguous(), torch.empty_like(output)
