@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeline.decoder.model import DecoderModel, pick_ops
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.parallel import TensorGroup
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import random_init, shape_for
 
@@ -86,8 +87,9 @@ def random_model(
     max_length: int,
     scale: float = 0.02,
     ops: TorchOps | None = None,
+    group: TensorGroup | None = None,
 ) -> DecoderModel:
-    """A target of this configuration; the same weights for every `ops`."""
+    """A target of this configuration; the same weights for every `ops`, and for every rank."""
     return DecoderModel(
         config,
         RandomWeights(config, device=device, dtype=dtype, scale=scale),
@@ -96,6 +98,7 @@ def random_model(
         dtype=dtype,
         max_length=max_length,
         ops=ops or pick_ops(device, dtype),
+        group=group,
     )
 
 

@@ -127,6 +127,8 @@ class Engine:
                     model, slots, tree, graphs=graphs, prefill_tokens=self._idle_tokens
                 )
             pages = pages_that_fit(shapes, device, least=least, most=most, reserved=reserved)
+            if model.group is not None:
+                pages = model.group.least(pages, device)
         self.pools = Pools(model.plane_shape, drafter, pages=pages, rows=slots, device=model.device)
         planes = self.pools.planes
         self._drafter_pages = drafter.drafter_pages if drafter else 0  # of a request

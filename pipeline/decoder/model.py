@@ -29,6 +29,13 @@ from pipeline.decoder.kv import PlaneShape
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights, Packed
+from pipeline.decoder.ops.parallel import (
+    LayerDivision,
+    LayerSizes,
+    TensorGroup,
+    VocabularySlice,
+    vocabulary_rows,
+)
 from pipeline.decoder.ops.tree import HEADROOM, WINDOW
 from pipeline.errors import UnsupportedModel
 from pipeline.target.architecture import DECODED, read_architecture
@@ -81,17 +88,28 @@ class DecoderModel:
         dtype: torch.dtype,
         max_length: int,
         ops: TorchOps,
+        group: TensorGroup | None = None,
     ) -> None:
-        """`max_length` is the longest prompt + reply, `ops` the backend that computes."""
+        """`max_length` is the longest prompt + reply, `ops` the backend that computes; the layers
+        are divided among the processes of a `group`.
+
+        Raises UnsupportedModel where they cannot be.
+        """
         self.config, self.max_length = config, max_length
         self.device, self.dtype, self.ops = device, dtype, ops
-        self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.group, queries = group, config.num_attention_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // queries
+        inner = config.intermediate_size
+        sizes = LayerSizes(queries, config.num_key_value_heads, self.head_dim, inner)
+        division = LayerDivision(sizes, group)
+        division.check(where="target")
+        #: Of this process.
+        self.num_heads, self.kv_heads, _, self.inner = division.part
         self._order = turned_first(config, self.head_dim)
         embedding = stored(weights.embedding(), device)
         tied = config.tie_word_embeddings or "lm_head.weight" not in weights
         lm_head = embedding if tied else stored(weights.lm_head(), device)
-        self.lm_head = ops.pack(lm_head)
+        self.lm_head = pack_lm_head(lm_head, ops.pack, group)
         self.embedding = embedding.to(dtype)  # [V, H]
         is_gemma = config.model_type in _GEMMA
         scale = config.hidden_size**0.5 if is_gemma else 1.0
@@ -109,7 +127,8 @@ class DecoderModel:
         for index, kind in enumerate(kinds):
             layer = weights.layer(index)
             norms.append(layer["input_layernorm.weight"].to(device, torch.float32))
-            fused = fuse_layer(layer, ops, device, ops.pack_layer, order=self._order)
+            packing = ops, device, ops.pack_layer
+            fused = fuse_layer(layer, *packing, order=self._order, division=division)
             layers.append(replace(fused, gelu=is_gemma, local=kind == local))
         norms.append(weights.final_norm().to(device, torch.float32))
         self.input_norm = norms[0]
@@ -144,6 +163,7 @@ class DecoderModel:
         dtype: torch.dtype,
         max_length: int,
         ops: TorchOps | None = None,
+        group: TensorGroup | None = None,
     ) -> DecoderModel:
         """Read a target directory. Raises UnsupportedModel for what the decoder does not run."""
         from transformers import AutoConfig
@@ -161,6 +181,7 @@ class DecoderModel:
             dtype=dtype,
             max_length=max_length,
             ops=ops or pick_ops(device, dtype),
+            group=group,
         )
 
     @property
@@ -206,13 +227,13 @@ class DecoderModel:
         # Residual streams and their norms; aux states, and the same side by side, gathered; the
         # widest part of a layer, twice.
         streams = (6 + 3 * len(self.stack.captured)) * config.hidden_size
-        inner = max(3 * config.intermediate_size, 4 * self.head_dim * self.num_heads)
+        inner = max(3 * self.inner, 4 * self.head_dim * self.num_heads)
         scratch = self.ops.scratch_bytes(rows, query_len, self.num_heads, self.head_dim, drawn)
         return int(item * (tokens * (streams + inner) + drawn * self.vocabulary)) + scratch
 
     def logits(self, final: Tensor) -> Tensor:
         """Final states [T, H] → logits [T, V]."""
-        return self.ops.linear(final, self.lm_head)
+        return self.ops.logits(final, self.lm_head)
 
 
 class LayerKind(NamedTuple):
@@ -287,10 +308,12 @@ def fuse_layer(
     device: torch.device,
     pack: Callable[[Tensor], Packed] | None = None,
     order: Tensor | None = None,
+    division: LayerDivision | None = None,
 ) -> LayerWeights:
-    """A layer's tensors by their Hugging Face names → what `ops.layer` computes with, its matrices
-    by `pack`, else by `ops.pack`; with queries and keys in the `order` of `turned_first`."""
-    pack = pack or ops.pack
+    """A layer's tensors by their Hugging Face names → what `ops.layer` computes with, of a
+    `division` a rank's slice: its matrices by `pack`, else by `ops.pack`; with queries and keys in
+    the `order` of `turned_first`."""
+    pack, layer = pack or ops.pack, division.slice(layer) if division else layer
 
     def fused(*names: str) -> Tensor:
         return stored(torch.cat([layer[name] for name in names]), device)
@@ -329,7 +352,17 @@ def fuse_layer(
         gate_up=pack(gate_up),
         down=pack(stored(layer["mlp.down_proj.weight"], device)),
         update_norms=pair(attended, norm("post_feedforward_layernorm")),
+        group=division.group if division else None,
     )
+
+
+def pack_lm_head(
+    weight: Tensor, pack: Callable[[Tensor], Packed], group: TensorGroup | None
+) -> Packed:
+    """lm_head [V, H] as `ops.logits` reads it: of a group a `VocabularySlice`."""
+    if group is None:
+        return pack(weight)
+    return VocabularySlice(pack(vocabulary_rows(weight, group)), len(weight), group)
 
 
 def stored(weight: Tensor, device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.ops.parallel import TensorGroup
 from pipeline.decoder.ops.tree import Tree, VerifyOutput, root_only
 
 #: (tree, the target's choices [B, N], deepest draft) → what is accepted.
@@ -48,7 +49,7 @@ def decode_round(
         tree, depth, proposed = root_only(batch.roots), 0, None
     else:
         drafted = replace(batch, sampled=sampling)
-        tree, proposed = draft_tree(model.ops, drafter, drafted, planes, shape)
+        tree, proposed = draft_tree(model.ops, drafter, drafted, planes, shape, model.group)
         depth = shape.steps
     verify_and_commit(
         *(model, planes, drafter, batch, tree, depth, proposed), sampling=sampling, verify=verify
@@ -56,15 +57,21 @@ def decode_round(
 
 
 def draft_tree(
-    ops: TorchOps, drafter: Drafter, batch: DecodeBatch, planes: Planes, shape: TreeSection
+    ops: TorchOps,
+    drafter: Drafter,
+    batch: DecodeBatch,
+    planes: Planes,
+    shape: TreeSection,
+    group: TensorGroup | None = None,
 ) -> tuple[Tree, Tensor | None]:
-    """The best of what the drafter proposes, below the roots; and how much: `count_proposed`, or
-    None where that is nothing.
+    """The best of what the drafter proposes, of a `group` what rank 0's does, below the roots; and
+    how much: `count_proposed`, or None where that is nothing.
 
     A score of -inf proposes nothing. A host that can look leaves out the nodes that no row proposes
     anything for, and decodes plainly where there is no other.
     """
     candidates = drafter.candidates(batch, planes, shape)
+    candidates = candidates if group is None else _agreed(candidates, group)
     tokens, parents, scores, _ = candidates
     nodes = shape.nodes
     if scores.device.type == "cpu":
@@ -73,6 +80,14 @@ def draft_tree(
             return root_only(batch.roots), None
     tree = ops.grow_tree(batch.roots, tokens, parents, scores, nodes)
     return tree, count_proposed(candidates, tree)
+
+
+def _agreed(candidates: Candidates, group: TensorGroup) -> Candidates:
+    """Those of rank 0, sent in one piece."""
+    tokens, parents, scores, depths = candidates
+    decided = group.agree(torch.stack((tokens, parents, scores.view(torch.int32).long())))
+    tokens, parents, bits = decided.unbind()
+    return Candidates(tokens, parents, bits.int().view(torch.float32), depths)
 
 
 def count_proposed(candidates: Candidates, tree: Tree) -> Tensor:
@@ -149,8 +164,10 @@ def verify_forward(
     logits = model.logits(output.final).view(rows, nodes, -1)  # [B, N, V]
     aux = output.aux.view(rows, nodes, -1)
     if sampling:
-        return aux, model.ops.sample(logits, tree, batch.sampling, positions + 1, depth)
-    return aux, model.ops.argmax(logits)
+        predicted = model.ops.sample(logits, tree, batch.sampling, positions + 1, depth)
+    else:
+        predicted = model.ops.argmax(logits)
+    return aux, predicted if model.group is None else model.group.agree(predicted)
 
 
 def prefill(
@@ -179,6 +196,7 @@ def prefill(
     if last:
         logits = model.logits(output.final[ends])
         drawn = model.ops.draw(logits, ended.sampling, metadata.positions[ends] + 1)
+        drawn = drawn if model.group is None else model.group.agree(drawn)
         next_tokens = next_tokens.index_copy(0, ends, drawn)
     if drafter is not None:
         read = ReadTokens(rows, tokens, next_tokens, output.aux, counts)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from pipeline.decoder.ops.parallel import LayerDivision, LayerSizes, TensorGroup
 from pipeline.errors import HeadError
 
 #: Bounds that no model reaches; tensors of such shapes can still be described without an overflow.
@@ -54,6 +55,12 @@ class DraftShape(BaseModel):
     def width_field(self) -> str:
         """The field that says `target_width`."""
         return "hidden_size"
+
+    def division(self, group: TensorGroup | None) -> LayerDivision:
+        """Of its layers among the ranks of a group; they are whole on each where that cannot be."""
+        key = self.num_key_value_heads, self.head_dim
+        sizes = LayerSizes(self.num_attention_heads, *key, self.intermediate_size)
+        return LayerDivision(sizes, group if group and sizes.divides(group.size) else None)
 
     def rope_config(self) -> Any:
         """A transformers configuration that carries the rotary parameters, of one head.

@@ -37,6 +37,7 @@ from pipeline.decoder.kv import Planes, Pools, on_gpu, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.ops.layer import Float8Rows, Packed
+from pipeline.decoder.ops.parallel import VocabularySlice
 from pipeline.decoder.ops.tree import WINDOW, Tree, root_only
 from pipeline.decoder.round import count_proposed, verify_forward
 
@@ -407,8 +408,7 @@ def floor_seconds(model: DecoderModel, tokens: int, roofline: Roofline) -> float
     """T_AR or T_verify: a forward of `tokens` tokens a row, with logits of all of them."""
     size, layers = model.head_dim, len(model.layers)
     seen = sum(min(window or roofline.context, roofline.context) for window in model.windows)
-    lm_head: int = model.vocabulary * model.config.hidden_size
-    matrices = [(layers * layer_parameters(model) + lm_head, tokens)]
+    matrices = [(layers * layer_parameters(model) + _lm_head_parameters(model), tokens)]
     entry, queries = 2 * layers * model.kv_heads * size, layers * model.num_heads * size
     return replace(roofline, context=seen / layers).seconds(
         matrices,
@@ -427,23 +427,29 @@ def model_bytes(model: DecoderModel) -> float:
 
 def layer_parameters(model: DecoderModel) -> int:
     """Of the matrices of one of the target's layers."""
-    config, size = model.config, model.head_dim
+    hidden, size = model.config.hidden_size, model.head_dim
     # q and o, k and v
-    attention = config.hidden_size * size * (2 * model.num_heads + 2 * model.kv_heads)
-    return int(attention + 3 * config.hidden_size * config.intermediate_size)
+    attention = hidden * size * (2 * model.num_heads + 2 * model.kv_heads)
+    return int(attention + 3 * hidden * model.inner)
 
 
 def _stored_bytes(model: DecoderModel) -> float:
     """Of a parameter, as the backend has packed it: bf16 weights stay so under fp32 arithmetic."""
-    lm_head: int = model.vocabulary * model.config.hidden_size
-    return model_bytes(model) / (len(model.layers) * layer_parameters(model) + lm_head)
+    parameters = len(model.layers) * layer_parameters(model) + _lm_head_parameters(model)
+    return model_bytes(model) / parameters
+
+
+def _lm_head_parameters(model: DecoderModel) -> int:
+    """Of what this process has of lm_head."""
+    ranks = model.group.size if model.group else 1
+    return int(-(-model.vocabulary // ranks) * model.config.hidden_size)
 
 
 def _matrices(model: DecoderModel) -> Iterator[Packed]:
     """All that a forward multiplies with."""
     for layer in model.layers:
         yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
-    yield model.lm_head
+    yield model.lm_head.rows if isinstance(model.lm_head, VocabularySlice) else model.lm_head
 
 
 def _packed_bytes(weight: Packed) -> int:

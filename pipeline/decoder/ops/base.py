@@ -47,6 +47,7 @@ from pipeline.decoder.ops.lookup import (
     merge_candidates,
     tree_of_chains,
 )
+from pipeline.decoder.ops.parallel import VocabularySlice
 from pipeline.decoder.ops.tree import WINDOW, Beams, SamplingTensors, Tree, VerifyOutput
 
 
@@ -83,6 +84,13 @@ class TorchOps:
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """x [T, in] → [T, out]; `weight` has been through `pack`."""
         return F.linear(x, weight, bias)
+
+    def logits(self, normed: Tensor, lm_head: Packed) -> Tensor:
+        """What lm_head reads [T, H] → logits [T, V], of every rank where its rows are divided."""
+        if not isinstance(lm_head, VocabularySlice):
+            return self.linear(normed, lm_head)
+        whole = lm_head.group.gather(self.linear(normed, lm_head.rows))
+        return whole[:, : lm_head.vocabulary].contiguous()
 
     def add_rms_norm(
         self,
@@ -170,11 +178,16 @@ class TorchOps:
         hidden: Tensor,
         update: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """A layer from what its attention adds on: hidden and update [T, H] → as `layer`."""
-        attended, fed = weights.update_norms or (None, None)
+        """A layer from what its attention adds on: hidden and update [T, H] → as `layer`.
+
+        An update is of the rank's own heads where a layer is divided.
+        """
+        group, (attended, fed) = weights.group, weights.update_norms or (None, None)
+        update = update if group is None else group.sum(update)
         normed, hidden = self.add_rms_norm(hidden, update, weights.post_norm, eps, attended)
         inner = self.gate_mul(self.linear(normed, weights.gate_up), gelu=weights.gelu)
         update = self.linear(inner, weights.down)
+        update = update if group is None else group.sum(update)
         return self.add_rms_norm(hidden, update, following_norm, eps, fed)
 
     def embed_concat(
@@ -381,7 +394,7 @@ class TorchOps:
 
         def propose(normed: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             """Normed outputs [B · n, H] → log-probabilities, target ids of the best k [B, n, k]."""
-            logits = self.linear(normed, head.lm_head)  # [B · n, Vd]
+            logits = self.logits(normed, head.lm_head)  # [B · n, Vd]
             if trace is not None:
                 trace.append(logits.view(rows, -1, logits.shape[-1]))
             if noise is not None:

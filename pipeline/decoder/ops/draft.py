@@ -28,7 +28,7 @@ class DraftHead:
     embed_norm: Tensor  # [H]
     hidden_norm: Tensor  # [H]
     stack: LayerStack  # one layer or several, and the norm before lm_head
-    lm_head: Packed  # [Vd, H]
+    lm_head: Packed  # [Vd, H], or a VocabularySlice
     target_ids: Tensor  # [Vd]
     norm_output: bool  # the next step reads the output as lm_head does
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
@@ -82,7 +82,7 @@ class DraftedRows(NamedTuple):
 class ProposalHead(NamedTuple):
     """What turns normed outputs into proposed tokens."""
 
-    lm_head: Packed  # [Vd, H]
+    lm_head: Packed  # [Vd, H], or a VocabularySlice
     target_ids: Tensor | None  # [Vd]; None: rows of lm_head are target ids
 
 

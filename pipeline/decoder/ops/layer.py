@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pipeline.decoder.ops.parallel import TensorGroup
+
 #: Cache entries in a page. One page of one head is the block that an attention kernel loads at
 #: once.
 PAGE = 64
@@ -74,6 +76,7 @@ class LayerWeights:
     update_norms: tuple[Tensor, Tensor] | None = None
     gelu: bool = False  # the MLP's gate is GELU's tanh approximation, not SiLU
     local: bool = False  # reads `AttentionMetadata.local`
+    group: TensorGroup | None = None  # among whose ranks the matrices are divided
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +87,11 @@ class LayerStack:
     norms: tuple[Tensor, ...]  # of each layer's output [H]: the next one's input, or the last norm
     eps: float
     captured: tuple[int, ...]  # ascending: layers whose outputs are kept
+
+    @property
+    def divided(self) -> bool:
+        """Whether a rank has slices of the layers."""
+        return any(layer.group is not None for layer in self.layers)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from pipeline.config import BlockDrafterSection, DrafterSection, DsparkDrafterSe
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
-from pipeline.decoder.model import DecoderModel, fuse_layer, stored
+from pipeline.decoder.model import DecoderModel, fuse_layer, pack_lm_head, stored
 from pipeline.decoder.ops.draft import (
     Candidates,
     DraftNoise,
@@ -88,7 +88,8 @@ class DflashDrafter(TreeDrafter):
             self._least_odds = math.log(confidence_threshold / (1 - confidence_threshold))
         # An extension writes an entry more than a tree is deep.
         self.lookahead = max(self.block_size, self.depth + 1)
-        key = head.shape.num_key_value_heads, head.shape.head_dim
+        self._division = head.shape.division(model.group)
+        key = self._division.part.groups, head.shape.head_dim
         self.planes = (PlaneShape(head.shape.num_hidden_layers, *key, model.dtype),)
         self._load(head, model)
         #: Set to a list to record every draft's logits [B, steps, Vd], or with a Markov head those
@@ -123,7 +124,7 @@ class DflashDrafter(TreeDrafter):
             normed, hidden, _ = self.ops.layers(stack, metadata, hidden, normed, plane)
         first = self.shape.first
         states = normed.view(rows, block, -1)[:, first : first + shape.steps]
-        logits = self.ops.linear(states.flatten(0, 1), self._lm_head)  # [B · steps, Vd]
+        logits = self.ops.logits(states.flatten(0, 1), self._lm_head)  # [B · steps, Vd]
         noise = batch.noise()
         if self.shape.markov_rank:
             by_depth = states, logits.view(rows, shape.steps, -1)
@@ -213,7 +214,8 @@ class DflashDrafter(TreeDrafter):
             for prefix in names
         ]
         inputs = [norm(f"{prefix}input_layernorm") for prefix in names]
-        layers = tuple(fuse_layer(layer, ops, device) for layer in inside)
+        division = self._division
+        layers = tuple(fuse_layer(layer, ops, device, division=division) for layer in inside)
         norms = (*inputs[1:], norm("norm"))
         self._input_norm, self._layers = inputs[0], layers
         #: Neighbours of one sight: what they see, which they are, and they.
@@ -234,7 +236,7 @@ class DflashDrafter(TreeDrafter):
                 ops.pack(fused(each, "weight")),
                 fused(each, "bias").to(self.dtype) if biased else None,
             )
-            for each in inside
+            for each in map(division.slice, inside)
         ]
         self._hidden_norm, self._fc = (
             norm("hidden_norm"),
@@ -243,7 +245,8 @@ class DflashDrafter(TreeDrafter):
         if shape.target_lm_head:
             self._lm_head = model.lm_head
         else:
-            self._lm_head = ops.pack(stored(weights["lm_head.weight"], device))
+            lm_head = stored(weights["lm_head.weight"], device)
+            self._lm_head = pack_lm_head(lm_head, ops.pack, division.group)
         if shape.markov_rank:
             self._w1 = weights["markov_head.markov_w1.weight"].to(device, self.dtype)
             self._w2 = ops.pack(stored(weights["markov_head.markov_w2.weight"], device))

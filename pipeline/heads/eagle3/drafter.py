@@ -31,7 +31,7 @@ from pipeline.decoder.drafter import (
     Trees,
 )
 from pipeline.decoder.kv import Planes, PlaneShape
-from pipeline.decoder.model import DecoderModel, fuse_layer, stored
+from pipeline.decoder.model import DecoderModel, fuse_layer, pack_lm_head, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead
 from pipeline.decoder.ops.layer import AttentionMetadata, Float8Rows, LayerStack, Packed
 from pipeline.decoder.ops.tree import HEADROOM
@@ -70,7 +70,8 @@ class Eagle3Drafter(TreeDrafter):
         # An extension writes an entry more than a draft has steps.
         self.lookahead = max(self.lookahead, self.depth + 1)
         self.state = RowState(head.shape.hidden_size, model.dtype)
-        key = head.shape.num_key_value_heads, head.shape.head_dim
+        self._division = head.shape.division(model.group)
+        key = self._division.part.groups, head.shape.head_dim
         self.planes = (PlaneShape(head.shape.num_hidden_layers, *key, model.dtype),)
         self._load(head, model, self.ops.pack_float8 if float8 else self.ops.pack)
         #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
@@ -185,7 +186,8 @@ class Eagle3Drafter(TreeDrafter):
             }
             for prefix in names
         ]
-        layers = tuple(fuse_layer(layer, ops, device, pack) for layer in inside)
+        division = self._division
+        layers = tuple(fuse_layer(each, ops, device, pack, division=division) for each in inside)
         norms = *(norm(f"{name}input_layernorm") for name in names[1:]), norm("norm")
         own = head.embedding
         self._head = DraftHead(
@@ -193,7 +195,7 @@ class Eagle3Drafter(TreeDrafter):
             embed_norm=norm("midlayer.input_layernorm"),
             hidden_norm=norm("midlayer.hidden_norm"),
             stack=LayerStack(layers, norms, self.shape.rms_norm_eps, captured=()),
-            lm_head=pack(stored(weights["lm_head.weight"], device)),
+            lm_head=pack_lm_head(stored(weights["lm_head.weight"], device), pack, division.group),
             target_ids=head.target_ids().to(device),
             norm_output=self.shape.norm_output,
             rotary=(rotary.cos, rotary.sin),

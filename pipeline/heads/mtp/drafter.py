@@ -26,7 +26,7 @@ from pipeline.config import DrafterSection, Eagle3DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
 from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
-from pipeline.decoder.model import DecoderModel, fuse_layer, stored
+from pipeline.decoder.model import DecoderModel, fuse_layer, pack_lm_head, stored
 from pipeline.decoder.ops.draft import Candidates, DraftedRows, ProposalHead
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, Packed, entry_slots
 from pipeline.decoder.ops.tree import HEADROOM
@@ -59,7 +59,8 @@ class ChainedDrafter(TreeDrafter):
         self.shape = head.shape
         # An extension writes an entry more than a draft has steps.
         self.lookahead = max(self.lookahead, self.depth + 1)
-        key = head.shape.num_key_value_heads, head.shape.head_dim
+        self._division = head.shape.division(model.group)
+        key = self._division.part.groups, head.shape.head_dim
         self.planes = (PlaneShape(1, *key, model.dtype),) * head.shape.heads
         self._load(head, model)
         #: Of all heads but the last, which nobody continues; of one head, what proposes depth 1.
@@ -180,13 +181,14 @@ class ChainedDrafter(TreeDrafter):
             of_hidden, of_token = inside["input_proj.weight"].split(size, dim=1)
             swapped = torch.cat((of_token, of_hidden), dim=1)
             last, eps = (norm("final_layernorm"),), head.shape.rms_norm_eps
+            fused = fuse_layer(inside, ops, device, division=self._division)
             self.links.append(
                 ChainLink(
                     token_norm=norm("token_layernorm"),
                     hidden_norm=norm("hidden_layernorm"),
                     input_proj=ops.pack(stored(swapped, device)),
                     input_norm=norm("input_layernorm"),
-                    stack=LayerStack((fuse_layer(inside, ops, device),), last, eps, captured=()),
+                    stack=LayerStack((fused,), last, eps, captured=()),
                 )
             )
         projection = head.aux_projection
@@ -195,7 +197,8 @@ class ChainedDrafter(TreeDrafter):
             self._target_norm = head.target_norm.to(device, torch.float32)
         else:
             self._fc = ops.pack(stored(projection.weight.detach().clone(), device))
-        self._lm_head = ops.pack(stored(head.lm_head.weight.detach().clone(), device))
+        lm_head = stored(head.lm_head.weight.detach().clone(), device)
+        self._lm_head = pack_lm_head(lm_head, ops.pack, self._division.group)
         self._target_ids, self._embedding = head.target_ids().to(device), model.embedding
         length = model.max_length + HEADROOM
         rotary = RotaryTable(self.shape.rope_config(), length, device=device, dtype=self.dtype)

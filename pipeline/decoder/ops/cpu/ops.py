@@ -165,6 +165,8 @@ class CpuOps(TorchOps):
         normed: Tensor,
         plane: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if stack.divided:
+            return super().layers(stack, metadata, hidden, normed, plane)
         assert hidden.dtype is normed.dtype is plane.dtype is self.dtype
         assert metadata.rotary[0].dtype is self.dtype and plane.is_contiguous()
         for each in stack.layers:
@@ -325,7 +327,8 @@ class CpuOps(TorchOps):
         noise: DraftNoise | None = None,
     ) -> Candidates:
         vocabulary = len(head.target_ids)
-        if head.sliding_window or k > min(vocabulary, self._most_proposed):
+        beyond = head.sliding_window or k > min(vocabulary, self._most_proposed)
+        if beyond or head.stack.divided:
             cache_rows = block_table, seq_lens, positions
             return super().draft_beams(head, state, *cache_rows, plane, steps, k, trace, noise)
         tensors, norms = (

@@ -173,14 +173,22 @@ class TritonOps(Launcher):
             query = self.project_heads(x, weights, stack.eps, own, keys, values)
             mixed = self.tree_attention(query, keys, values, own).flatten(1)
             output = weights.output, weights.output_bias
-            attended = self.add_product(mixed, *output, hidden, weights.post_norm)
-            inner = self.gated_product(attended, weights.gate_up, stack.eps)
-            x = self.add_product(inner, weights.down, None, attended.hidden, norm)
-            hidden = x.hidden
+            if (group := weights.group) is not None:  # sums stand between a product and its norm
+                update = group.sum(self.linear(mixed, *output))
+                between, hidden = self.add_rms_norm(hidden, update, weights.post_norm, stack.eps)
+                inner = self.gated_product(between, weights.gate_up, stack.eps)
+                update = group.sum(self.linear(inner, weights.down))
+                x, hidden = self.add_rms_norm(hidden, update, norm, stack.eps)
+            else:
+                attended = self.add_product(mixed, *output, hidden, weights.post_norm)
+                inner = self.gated_product(attended, weights.gate_up, stack.eps)
+                x = self.add_product(inner, weights.down, None, attended.hidden, norm)
+                hidden = x.hidden
             if index in stack.captured:
                 captured.append(hidden)
-        normed, _ = self.add_rms_norm(hidden, None, stack.norms[-1], stack.eps)
-        return normed, hidden, torch.cat(captured, dim=-1) if captured else hidden[:, :0]
+        if isinstance(x, Normed):
+            x, _ = self.add_rms_norm(hidden, None, stack.norms[-1], stack.eps)
+        return x, hidden, torch.cat(captured, dim=-1) if captured else hidden[:, :0]
 
     def project_heads(
         self,
@@ -224,10 +232,10 @@ class TritonOps(Launcher):
         )
         return Normed(total, gain, squares)
 
-    def gated_product(self, x: Normed, weight: Packed, eps: float) -> Tensor:
+    def gated_product(self, x: Tensor | Normed, weight: Packed, eps: float) -> Tensor:
         """silu(first half) · second half [T, I] of x [T, H] · weightᵀ."""
-        outputs = len(weight) // 2
-        out = x.hidden.new_empty(len(x.hidden), outputs)
+        outputs, read = len(weight) // 2, x.hidden if isinstance(x, Normed) else x
+        out = read.new_empty(len(read), outputs)
         where = eps, -(-outputs // HALF_ROWS), HALF_ROWS, (out,)
         self._product(gated_product_kernel, x, weight, None, *where, OUTPUTS=outputs)
         return out
