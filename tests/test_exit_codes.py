@@ -35,12 +35,13 @@ torch.set_num_threads(1)
 from pipeline import cli
 from pipeline.config import load
 from pipeline.features.capture import load_matching_target
+from pipeline.target.parallel import Group
 from pipeline.synth.stage import SynthPipeline
 import pandas, pyarrow.parquet
 
 folder = Path(sys.argv[1])
 config = load(folder / "run.yaml", [])
-load_matching_target(config, SynthPipeline(config).contract)  # all libraries, once for all children
+load_matching_target(config, SynthPipeline(config, Group()).contract)  # all libraries, once
 
 
 def start(stage, run, *options, output=os.devnull, log="text"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from pipeline.config.drafter import DrafterSection
@@ -107,6 +109,11 @@ class EvalSection(Section):
     """At most so many prompts for `shapes`, evenly over those measured. Every position of their
     replies is drafted once for each top_k, as deep as the deepest shape."""
 
+    parallel: Literal["none", "tensor"] = "none"
+    """tensor: split every layer of target and head over the processes of a launcher, which decode
+    together, for a target that fits no single device (`torchrun --nproc-per-node N -m pipeline.cli
+    eval …`)."""
+
     compare: tuple[RivalSection, ...] = ()
     """Other heads, drafters or trees that decode the same prompts in the same turns; the report has
     the differences, paired by prompt."""
@@ -130,6 +137,11 @@ class EvalSection(Section):
             )
         if self.head is not None and not self.drafter.needs_head:
             raise ValueError(f"head belongs to a trained drafter, not to {self.drafter.name}")
+        if self.parallel == "tensor" and self.load.concurrency:
+            raise ValueError(
+                "load.concurrency lets requests arrive by the clock, which several processes do "
+                "not share; leave it out, or set parallel to none"
+            )
         names = [rival.name for rival in self.compare]
         if len({*names, *_RESERVED}) < len(names) + len(_RESERVED):
             raise ValueError(f"names of compare differ from one another and from {_RESERVED}")

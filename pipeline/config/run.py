@@ -46,6 +46,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "drafter": True,
         "generator": TRANSPORT_KEYS,
         "max_rejected": True,
+        "parallel": True,
         "screening_processes": True,
         "dlp": {"endpoint"},
     },
@@ -69,7 +70,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "wandb",
         "wandb_project",
     },
-    "eval": {"server"},
+    "eval": {"server", "parallel"},
 }
 #: Likewise of a training that evaluates nothing.
 _ONLY_EVALUATED = {"evaluate_prompts", "evaluate_tokens", "evaluate_tree"}

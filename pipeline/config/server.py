@@ -72,6 +72,9 @@ class ServeSection(Section):
     rebinding)."""
     slots: int = Field(32, gt=0)
     """Requests that run at a time."""
+    parallel: Literal["none", "tensor"] = "none"
+    """tensor: split every layer of target and head over the processes of a launcher, of which the
+    first one listens (`torchrun --nproc-per-node N -m pipeline.cli serve …`)."""
     max_waiting: int = Field(64, ge=0)
     """Requests that wait for a slot; further ones get 429 and Retry-After."""
     max_length: int | None = Field(None, gt=1)

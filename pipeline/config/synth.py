@@ -302,6 +302,10 @@ class SynthSection(Section):
     """Request slots of the bundled decoder. None: 256 on a GPU, else 32."""
     generator: GeneratorSection = GeneratorSection()
     """Who answers: the bundled decoder or servers."""
+    parallel: Literal["none", "tensor"] = "none"
+    """tensor: split every layer of the bundled decoder's target over the processes of a launcher,
+    which decode the same replies together, for a target that fits no single device (`torchrun
+    --nproc-per-node N -m pipeline.cli synth …`)."""
     screening_processes: int | None = Field(None, ge=0)
     """Processes beside generation that look for personal data; 0: none beside it. None: up to 4 of
     the cores where servers answer, 0 with the bundled decoder."""
@@ -332,6 +336,11 @@ class SynthSection(Section):
             raise ValueError("category_shares decides draws; set max_prompts or a source's limit")
         if self.category_shares and "category" not in self.balance:
             raise ValueError("category_shares needs category in balance")
+        if self.parallel == "tensor" and self.generator.backend != "local":
+            raise ValueError(
+                "parallel splits the bundled decoder's target; start the servers so, "
+                "or set generator.backend to local"
+            )
         names = [variant.name for variant in self.mix]
         if len(set(names)) < len(names):
             raise ValueError("mix has two variants of one name")

@@ -79,6 +79,9 @@ _LONG = 256
 class Engine:
     """Continuous batching over `slots` rows of static buffers and one pool of pages."""
 
+    #: Longest time between two steps, also where there is nothing to do; None: any.
+    most_idle_seconds: float | None = None
+
     def __init__(
         self,
         model: DecoderModel,
@@ -255,8 +258,7 @@ class Engine:
         """Admit requests, read prompts within the budget; those read whole join the rounds."""
         prefill, running = self._prefill, len(self._running)
         budget = self.prefill_tokens if running else self._idle_tokens
-        while prefill.unread < budget and (arriving := self._admit()):
-            prefill.add(arriving)
+        self._admit_arrivals(budget)
         ended = prefill.read(budget)
         if not ended:
             return []
@@ -266,6 +268,14 @@ class Engine:
         self._running += ended
         prefill.drop(len(ended))
         return launched
+
+    def _admit_arrivals(self, budget: int) -> list[Request]:
+        """Those whose prompts are read from now on, while fewer tokens than that are unread."""
+        admitted = []
+        while self._prefill.unread < budget and (arriving := self._admit()):
+            self._prefill.add(arriving)
+            admitted.append(arriving.request)
+        return admitted
 
     def _admit(self) -> RunningRequest | None:
         """The next request that can run; None without one, a free slot or enough pages."""

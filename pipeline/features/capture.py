@@ -28,7 +28,6 @@ from pipeline.config import FeaturesSection, RunConfig, prepare_process
 from pipeline.config.run import Supervise
 from pipeline.console import notice
 from pipeline.errors import (
-    ConfigError,
     DataError,
     OutOfMemory,
     TemplateError,
@@ -62,7 +61,7 @@ from pipeline.target.forward import (
     register_packed_attention,
 )
 from pipeline.target.open import Target, open_target
-from pipeline.target.parallel import Group
+from pipeline.target.parallel import Group, require_several
 from pipeline.target.referee import Referee
 from pipeline.target.template import ChatTemplate
 
@@ -221,10 +220,7 @@ def load_matching_target(
     is to be split and this process is alone.
     """
     group = group or Group()
-    if config.features.parallel == "tensor" and group.size == 1:
-        problem = "one process cannot split the target"
-        fix = "start it with torchrun --nproc-per-node N -m pipeline.cli features …"
-        raise ConfigError(problem, where="features.parallel=tensor", fix=fix)
+    require_several(group, config.features.parallel, stage="features")
     with group.all_or_raise():
         prepare_process(config.run)
         where = manifest_where(config.run.uri, "synth")

@@ -34,7 +34,7 @@ def run(config: RunConfig) -> Manifest:
     and LostProcess where several processes share the target.
     """
     take_settings(config.run)
-    with joined(config.features, config.target) as group:
+    with joined(config.features.parallel, config.target, stage="features") as group:
         if group.rank == 0:
             return group.broadcast(_run(config, group))
         from pipeline.features.writer import take_part

@@ -30,6 +30,7 @@ from pipeline.console import long_step, notice, progress_bar
 from pipeline.decoder.drafter import DrafterFactory, Trees
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.parallel import TensorGroup
 from pipeline.decoder.request import Completion, Request
 from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError, HeadError, TargetError
@@ -41,6 +42,7 @@ from pipeline.serve_eval.questions import LeftOut, Question, first_question, nex
 from pipeline.target.arithmetic import pick_device
 from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import Target
+from pipeline.target.parallel import Group
 from pipeline.target.template import ChatTemplate
 from pipeline.tuning.tune import Choice, tune
 from pipeline.tuning.verification import Gaps, ImposedAcceptance, greedy_gaps, log_probabilities
@@ -94,18 +96,23 @@ class Comparison:
         *,
         dtype: torch.dtype,
         max_length: int,
+        processes: Group | None = None,
     ) -> None:
-        """Load the target; a trained drafter drafts with `head`."""
+        """Load the target, of several `processes` this one's slice; a trained drafter drafts with
+        `head`."""
         self._section, self._template = config.eval, template
         self._is_refresh = config.refresh is not None
-        self.model = DecoderModel.load(
-            target.directory,
-            target.contract.capture_layers,
-            device=pick_device(config.target.device),
-            dtype=dtype,
-            max_length=max_length,
-        )
-        factory = load_drafter(config.eval.drafter, self.model, target, head)
+        self._processes = processes or Group()
+        with self._processes.all_or_raise():
+            self.model = DecoderModel.load(
+                target.directory,
+                target.contract.capture_layers,
+                device=pick_device(config.target.device),
+                dtype=dtype,
+                max_length=max_length,
+                group=TensorGroup.of(self._processes),
+            )
+            factory = load_drafter(config.eval.drafter, self.model, target, head)
         assert factory is not None, "the configuration refuses drafter none"
         #: Of the drafter that is measured, with the settings that were chosen.
         self.factory = factory
@@ -138,6 +145,7 @@ class Comparison:
                 rows=sorted({1, *self._section.load.concurrency}),
                 stop_ids=self._template.stop_ids,
                 new_tokens=self._section.max_new_tokens,
+                processes=self._processes,
             )
         choice, default = choices[1], TreeSection()
         assert choice.factory is not None
@@ -347,10 +355,15 @@ def _spread(total: int, count: int) -> set[int]:
 
 
 @torch.inference_mode()
-def check_with_transformers(target: Target, replies: Sequence[PlainReply]) -> ReferenceCheck:
-    """The second leg of losslessness: read plain replies with transformers, in fp32."""
-    model = target.load(dtype="float32").model
-    rows = model.get_output_embeddings().weight  # [V, H]
+def check_with_transformers(
+    target: Target, replies: Sequence[PlainReply], processes: Group | None = None
+) -> ReferenceCheck:
+    """The second leg of losslessness: read plain replies with transformers, in fp32, over the
+    `processes` that share the target."""
+    processes = processes or Group()
+    with processes.all_or_raise():
+        model = target.load(dtype="float32", processes=processes.size).model
+        rows = target.weights.lm_head().to(target.device, torch.float32)  # [V, H]
     near_ties, wrong, farthest, different = 0, 0, 0.0, list[str]()
     note = "plain decoding is transformers'?"
     with progress_bar("eval", unit="replies", total=len(replies), note=note) as bar:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from datetime import datetime
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -43,7 +45,9 @@ from pipeline.store.manifest import (
 from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
+from pipeline.target.parallel import Group, joined, require_several
 from pipeline.target.template import ChatTemplate
+from pipeline.tuning.tune import Choice
 from pipeline.tuning.verification import runners_up
 
 _CLAIM = "evaluation"
@@ -54,8 +58,31 @@ _SAMPLED = 16
 def run(config: RunConfig) -> Manifest:
     """Evaluate `eval.drafter`: the run's head, `eval.head`, or a drafter without a head.
 
-    Raises NotLossless when speculation changes the output.
+    Raises NotLossless when speculation changes the output, LostProcess where several processes
+    share the target.
     """
+    with joined(config.eval.parallel, config.target, stage="eval") as group:
+        if group.rank == 0:
+            return group.broadcast(_run(config, group))
+        return _take_part(config, group)
+
+
+def _take_part(config: RunConfig, group: Group) -> Manifest:
+    """What all processes of a group do but rank 0: measure what it measures, and report nothing.
+
+    Rank 0 broadcasts what to measure with, and at the end the stage's manifest.
+    """
+    received: Any = None
+    while not isinstance(received := group.broadcast(None), Manifest):
+        prepare_process(config.run)
+        expected, clock = received
+        target = open_target(config.target, expected=expected, where="rank 0", decoded=True)
+        evaluation = _Evaluation(config, target, _head(config, target), clock, group)
+        evaluation.report(*evaluation.measure())
+    return received
+
+
+def _run(config: RunConfig, group: Group) -> Manifest:
     prepare_process(config.run)
     drafts = config.eval.drafter.needs_head
     parent = read_manifest(config.run.uri, "train") if drafts and not config.eval.head else None
@@ -66,7 +93,7 @@ def run(config: RunConfig) -> Manifest:
         try:
             stage_run.claim(_CLAIM, config.run.claim_seconds)
             if not stage_run.is_finished():
-                return _evaluate(config, parent, stage_run)
+                return _evaluate(config, parent, stage_run, group)
         except TakenOver as error:
             stage_run.outlast(error)
         finally:
@@ -89,25 +116,26 @@ def _rival_weights(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _evaluate(config: RunConfig, parent: Manifest | None, stage_run: StageRun) -> Manifest:
+def _evaluate(
+    config: RunConfig, parent: Manifest | None, stage_run: StageRun, group: Group
+) -> Manifest:
     """Measure and report as the only attempt. Raises TakenOver where it no longer is."""
-    location, drafts = stage_run.location, config.eval.drafter.needs_head
+    location = stage_run.location
     where, expected = manifest_where(config.run.uri, "train"), parent.contract if parent else None
     if not location.exists(REPORT):
         require_files(evaluation_sources(config))
     target = open_target(config.target, expected=expected, where=where, decoded=True)
-    head = (
-        open_head(vouched_head(config.run.uri, config.eval.head), expected=target.contract)
-        if drafts
-        else None
-    )
+    head = _head(config, target)
     if location.exists(REPORT):  # of a faster process, or of an attempt that was killed after it
         report = _parse(stage_run, location.read(REPORT))
     else:
-        evaluation = _Evaluation(config, stage_run, target, head)
+        require_several(group, config.eval.parallel, stage="eval")
+        group.broadcast((target.contract, stage_run.clock))
+        evaluation = _Evaluation(config, target, head, stage_run.clock, group)
+        arithmetic = evaluation.arithmetic
+        stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
         with memory_explained("eval"):
-            measured, left_out = evaluation.own.measure(evaluation.prompts, evaluation.hf)
-            report = evaluation.report(measured, left_out)
+            report = evaluation.report(*evaluation.measure())
         report = report.model_copy(update={"work": stage_run.work, "commits": _commits(config)})
     if not report.is_lossless:
         raise _not_lossless(stage_run, report)
@@ -141,21 +169,29 @@ def _commits(config: RunConfig) -> dict[str, str]:
     return of_heads | hub_commits(each.as_source() for each in section.sources)
 
 
+def _head(config: RunConfig, target: Target) -> tuple[DraftingHead, HeadCard] | None:
+    """None for a drafter without."""
+    if not config.eval.drafter.needs_head:
+        return None
+    return open_head(vouched_head(config.run.uri, config.eval.head), expected=target.contract)
+
+
 class _Evaluation:
     """Everything loaded: the prompts, and the decoder in this machine's type."""
 
     def __init__(
         self,
         config: RunConfig,
-        stage_run: StageRun,
         target: Target,
         head: tuple[DraftingHead, HeadCard] | None,
+        clock: datetime | None,
+        group: Group,
     ) -> None:
-        """Load it, and choose the tree where it is open."""
+        """Load it; in `group`'s processes each its slice."""
         section = config.eval
-        self._config, self._target, self._head = config, target, head
+        self._config, self._target, self._head, self._group = config, target, head, group
         template = target.template(system_prompt=section.system_prompt)
-        template.set_clock(stage_run.clock)
+        template.set_clock(clock)
         if section.chat_template_kwargs:
             template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
         modes = [{}, *section.load.modes.values()] if section.load.concurrency else [{}]
@@ -171,14 +207,11 @@ class _Evaluation:
         self._max_length = min(positions, max(tokens, filled_length(section, positions)))
         with long_step("eval", "loading the target"):
             self.own = self._comparison(target.dtype)
-            self.hf = target.load() if section.hf_prompts else None
+            self._hf = target.load() if section.hf_prompts and group.rank == 0 else None
         model = self.own.model
-        self._arithmetic = decoder_arithmetic(model.ops, model.dtype, model.device)
-        stage_run.compute_with(self._arithmetic, why=reason(self._arithmetic, config.target.dtype))
-        # Tuned on prompts that are not measured, where there are any.
-        self._tuned_apart = bool(others)
-        self._choice = self.own.tune(others or self.prompts) if section.tree == "auto" else None
-        self.own.add_rivals(section.compare)
+        self.arithmetic = decoder_arithmetic(model.ops, model.dtype, model.device)
+        self._others = others
+        self._choice: Choice | None = None
 
     def _comparison(self, dtype: torch.dtype) -> Comparison:
         head = self._head[0] if self._head else None
@@ -186,7 +219,17 @@ class _Evaluation:
             *(self._config, self._target, head, self._template),
             dtype=dtype,
             max_length=self._max_length,
+            processes=self._group,
         )
+
+    def measure(self) -> tuple[list[Measured], list[LeftOut]]:
+        """See `Comparison.measure`; the tree is chosen before, where it is open."""
+        section = self._config.eval
+        if section.tree == "auto":
+            # On prompts that are not measured, where there are any.
+            self._choice = self.own.tune(self._others or self.prompts)
+        self.own.add_rivals(section.compare)
+        return self.own.measure(self.prompts, self._hf)
 
     def report(self, measured: list[Measured], left_out: list[LeftOut]) -> EvalReport:
         """Measure shapes and load, then check losslessness in fp32; the decoder is used up."""
@@ -209,7 +252,7 @@ class _Evaluation:
             stop_ids=stop_ids,
         )
         load = measure_load(own, self.prompts, self._template, section)
-        del own, self.own, self.hf  # the fp32 copy takes their memory
+        del own, self.own, self._hf  # the fp32 copy takes their memory
         with long_step("eval", "loading the target in fp32"):
             exact = self._comparison(torch.float32)
         exact.settle(tree, choice.settings if choice else {})
@@ -224,12 +267,12 @@ class _Evaluation:
             left_out=[*self._unreadable, *left_out],
             tree=tree,
             choice=choice,
-            arithmetic=self._arithmetic,
-            tuned_apart=self._tuned_apart,
+            arithmetic=self.arithmetic,
+            tuned_apart=bool(self._others),
             replayed=replayed,
             load=load,
             sampled=sampled,
-            reference=check_with_transformers(self._target, plain),
+            reference=check_with_transformers(self._target, plain, self._group),
             trees=trees,
         )
         report = summarise(config, contract, self._head, measurements)

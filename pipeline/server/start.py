@@ -25,7 +25,9 @@ from pipeline.config import OWNER, BatchTrees, RunConfig, ServeSection, prepare_
 from pipeline.config.credentials import is_this_machine
 from pipeline.console import long_step, notice
 from pipeline.decoder.engine import Engine
+from pipeline.decoder.leading import FollowingEngine, LeadingEngine, engine_among
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.parallel import TensorGroup
 from pipeline.decoder.request import Request as EngineRequest
 from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError, TargetError
@@ -58,6 +60,7 @@ from pipeline.store.manifest import (
     vouched_head,
 )
 from pipeline.target.open import Target, open_target
+from pipeline.target.parallel import Group, joined, require_several
 from pipeline.target.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -81,15 +84,31 @@ _HEALTH = "/health"
 def serve(config: RunConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError, MissingPackage, TargetError, HeadError."""
     section, key = config.serve, check_address(config.serve)
-    listening = _listen(section)
-    with listening:
-        prepare_process(config.run)
-        app = make_app(config, key)
-        server = make_server(app, section)
-        host, port = listening.getsockname()[:2]
-        notice("serve", f"listening at http://{host}:{port}/v1", port=port)
-        run_server(server, app, [listening], section.grace_seconds)
+    with joined(section.parallel, config.target, stage="serve") as group:
+        if group.rank > 0:
+            _follow(config, group)
+            return
+        with _listen(section) as listening:
+            prepare_process(config.run)
+            app = make_app(config, key, group)
+            server = make_server(app, section)
+            host, port = listening.getsockname()[:2]
+            notice("serve", f"listening at http://{host}:{port}/v1", port=port)
+            run_server(server, app, [listening], section.grace_seconds)
+            if isinstance(app.engine, LeadingEngine):
+                app.engine.close()
     notice("serve", "ended")
+
+
+def _follow(config: RunConfig, group: Group) -> None:
+    """What all processes of a group do but rank 0: decode what it decodes."""
+    prepare_process(config.run)
+    expected, (trees, settings) = group.broadcast(None), _trees(config)
+    target = open_target(config.target, expected=expected, where="rank 0", decoded=True)
+    engine = _engine(config, target, _head(config, target), trees, settings, group)
+    assert isinstance(engine, FollowingEngine)
+    with _handling_signals(lambda number, frame: None):  # rank 0 says when it is over
+        engine.follow()
 
 
 def check_address(section: ServeSection) -> str | None:
@@ -110,34 +129,49 @@ def check_address(section: ServeSection) -> str | None:
     return key
 
 
-def make_app(config: RunConfig, key: str | None) -> ServerApp:
+def make_app(config: RunConfig, key: str | None, group: Group | None = None) -> ServerApp:
     """Target, drafter and tree of `eval`, and the routes over them."""
-    section, (trees, settings) = config.serve, _trees(config)
+    group, section, (trees, settings) = group or Group(), config.serve, _trees(config)
     target = open_target(config.target, decoded=True)
-    head = _head(config, target)
-    positions = head.shape.max_position_embeddings if head else target.positions
-    max_length = min(positions, target.positions or positions)
-    if section.max_length is not None and section.max_length > max_length:
-        problem = f"target and head were made for {max_length} tokens"
-        fix = "lower it, or leave it out"
-        raise ConfigError(problem, where="serve.max_length", fix=fix)
-    with long_step("serve", "loading the target"):
-        model = DecoderModel.load(
-            target.directory,
-            target.contract.capture_layers,
-            device=target.device,
-            dtype=target.dtype,
-            max_length=section.max_length or max_length,
-        )
-        factory = load_drafter(config.eval.drafter, model, target, head) if trees else None
-        drafter = factory.variant(settings)(trees) if factory else None
-        engine = Engine(model, drafter=drafter, slots=section.slots)
+    group.broadcast(target.contract)
+    engine = _engine(config, target, _head(config, target), trees, settings, group)
     template = target.template(system_prompt=config.eval.system_prompt)
     if config.eval.chat_template_kwargs:
         template = template.varied(kwargs=config.eval.chat_template_kwargs, where="eval")
     name = section.model or config.target.source
     drafting = _drafting_metadata(config, target, trees) if trees else {}
     return ServerApp(engine, template, section, model=name, key=key, drafting=drafting)
+
+
+def _engine(
+    config: RunConfig,
+    target: Target,
+    head: DraftingHead | None,
+    trees: BatchTrees,
+    settings: Mapping[str, int],
+    group: Group,
+) -> Engine:
+    """This process's. Raises ConfigError."""
+    section = config.serve
+    require_several(group, section.parallel, stage="serve")
+    positions = head.shape.max_position_embeddings if head else target.positions
+    max_length = min(positions, target.positions or positions)
+    if section.max_length is not None and section.max_length > max_length:
+        problem = f"target and head were made for {max_length} tokens"
+        fix = "lower it, or leave it out"
+        raise ConfigError(problem, where="serve.max_length", fix=fix)
+    with long_step("serve", "loading the target"), group.all_or_raise():
+        model = DecoderModel.load(
+            target.directory,
+            target.contract.capture_layers,
+            device=target.device,
+            dtype=target.dtype,
+            max_length=section.max_length or max_length,
+            group=TensorGroup.of(group),
+        )
+        factory = load_drafter(config.eval.drafter, model, target, head) if trees else None
+        drafter = factory.variant(settings)(trees) if factory else None
+    return engine_among(group, model, drafter=drafter, slots=section.slots)
 
 
 def _drafting_metadata(config: RunConfig, target: Target, trees: BatchTrees) -> dict[str, Any]:

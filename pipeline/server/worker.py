@@ -176,7 +176,8 @@ class EngineWorker:
         with self._changed:
             while not (self._arriving or self._leaving or self._stopping or self._engine.busy):
                 self._metrics.observe(self._engine, 0)
-                self._changed.wait()
+                if not self._changed.wait(self._engine.most_idle_seconds):
+                    break  # the engine's other processes want to hear from it
             arriving, self._arriving = self._arriving, []
             leaving, self._leaving = self._leaving, []
         if self._stopping:
@@ -189,7 +190,7 @@ class EngineWorker:
             ended = self._engine.abort(name)
             if ended is not None:
                 self._end(self._jobs[name], ended)
-        for emission in self._engine.step() if self._engine.busy else ():
+        for emission in self._engine.step():
             self._hand_out(emission)
         self._metrics.observe(self._engine, len(self._jobs) - self._engine.running)
         return True

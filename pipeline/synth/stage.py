@@ -66,6 +66,7 @@ from pipeline.synth.screening import Screen, ScreenedPrompts, Screening, pii_pol
 from pipeline.synth.select import CleanReasons, find_selection, select, synth_section
 from pipeline.target.arithmetic import reason, server_arithmetic
 from pipeline.target.open import Target, open_target
+from pipeline.target.parallel import Group, joined
 from pipeline.target.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -88,18 +89,46 @@ _OTHER_STOP = (
 def run(config: RunConfig) -> Manifest:
     """Do what is left of the stage, as far as no other process does.
 
-    Raises StageIncomplete, and Eagle3Error for whatever the user can fix.
+    Raises StageIncomplete, and Eagle3Error for whatever the user can fix; LostProcess where several
+    processes share the target.
     """
+    if config.synth is None or config.synth.parallel == "none":
+        return _run(config, Group())
+    with joined(config.synth.parallel, config.target, stage="synth") as group:
+        if group.rank == 0:
+            return group.broadcast(_run(config, group))
+        return _follow(config, group)
+
+
+def _follow(config: RunConfig, group: Group) -> Manifest:
+    """What all processes of a group do but rank 0: decode what it decodes, and store nothing.
+
+    Rank 0 broadcasts the contract of the target to load, and at the end the stage's manifest.
+    """
+    while not isinstance(received := group.broadcast(None), Manifest):
+        from pipeline.decoder.leading import FollowingEngine
+        from pipeline.synth.generate.local import open_local
+
+        prepare_process(config.run)
+        target = open_target(config.target, expected=received, where="rank 0", decoded=True)
+        engine = open_local(synth_section(config), target, group)
+        assert isinstance(engine, FollowingEngine)
+        engine.follow()
+    return received
+
+
+def _run(config: RunConfig, group: Group) -> Manifest:
     prepare_process(config.run)
     # Everything is loaded before the directory is touched: a mistake leaves no begun stage behind.
-    pipeline = None if _is_finished(config) else _open_pipeline(config)
+    pipeline = None if _is_finished(config) else _open_pipeline(config, group)
     if pipeline is None:
         stage_run = open_stage(config, "synth", None)
         if stage_run.manifest:
             return _complete(config, stage_run, stage_run.manifest)
-        pipeline = _open_pipeline(config)  # finished, but discarded as damaged by --force
+        pipeline = _open_pipeline(config, group)  # finished, but discarded as damaged by --force
     stage_run, selection = _begin(config, pipeline)
     if stage_run.manifest:  # another process has finished it since this one looked
+        pipeline.close()
         return _complete(config, stage_run, stage_run.manifest)
     pipeline.template.set_clock(stage_run.clock)
     _refuse_foreign(stage_run, selection)
@@ -109,6 +138,7 @@ def run(config: RunConfig) -> Manifest:
     committed = f"in {len(selection.shards)} shards, {len(stage_run.committed)} of them committed"
     notice("synth", f"{counts}, {committed}")
     _make(config, stage_run, selection, pipeline)
+    pipeline.close()
     manifest = finish(config, stage_run, selection, pipeline.template, pipeline.contract)
     _remove_prompts(stage_run.location)
     return manifest
@@ -181,8 +211,8 @@ def _make(
 class SynthPipeline:
     """What turns prompts into samples."""
 
-    def __init__(self, config: RunConfig) -> None:
-        section, seed = synth_section(config), config.run.seed
+    def __init__(self, config: RunConfig, group: Group) -> None:
+        section, seed, self._group = synth_section(config), config.run.seed, group
         target = open_target(
             config.target,
             decoded=section.generator.backend == "local",
@@ -194,7 +224,9 @@ class SynthPipeline:
         self.clean_reasons = screen.metadata.clean_reasons
         self._screening = partial(Screening, screen, section, seed=seed)
         facts = {name: getattr(self.contract, fact) for name, fact in _OF_THE_TARGET.items()}
-        self._backend, self._arithmetic, served = _open_backend(section, target, self.template)
+        self._backend, self._arithmetic, served = _open_backend(
+            section, target, self.template, group
+        )
         self.made_with = facts | screened_with(section) | (served.made_with() if served else {})
         self._why = reason(self._arithmetic, config.target.dtype)
         name = _generator_name(self.contract, served)
@@ -204,6 +236,14 @@ class SynthPipeline:
         self._screened: dict[str, tuple[Counter[str], dict[str, Any]]] = {}
         self._is_begun = False
         self._shown = False
+
+    def close(self) -> None:
+        """Nothing more is made: let the other processes of the decoder go."""
+        if self._group.size > 1:
+            from pipeline.synth.generate.local import LocalBackend
+
+            assert isinstance(self._backend, LocalBackend), "servers are asked by one process"
+            self._backend.close()
 
     def notice_first_turns(self) -> None:
         """Say so where the template continues no conversation beyond its first reply."""
@@ -293,12 +333,12 @@ class SynthPipeline:
             self._shown = True
 
 
-def _open_pipeline(config: RunConfig) -> SynthPipeline:
+def _open_pipeline(config: RunConfig, group: Group) -> SynthPipeline:
     if not stage_location(config.run.uri, "synth").exists(SELECTION):
         section = synth_section(config)
         require_files((*section.sources, *section.excluded_sources))
     with long_step("synth", "reading the target"):
-        return SynthPipeline(config)
+        return SynthPipeline(config, group)
 
 
 def _is_finished(config: RunConfig) -> bool:
@@ -307,14 +347,15 @@ def _is_finished(config: RunConfig) -> bool:
 
 
 def _open_backend(
-    section: SynthSection, target: Target, template: ChatTemplate
+    section: SynthSection, target: Target, template: ChatTemplate, group: Group
 ) -> tuple[GeneratorBackend, Arithmetic, Served | None]:
     """What generates the replies, what it computes with, and the servers if it is any."""
     generator, contract = section.generator, target.contract
     if generator.backend == "local":
-        from pipeline.synth.generate.local import open_local
+        from pipeline.synth.generate.local import LocalBackend, open_local
 
-        local = open_local(section, target)
+        group.broadcast(contract)
+        local = LocalBackend(open_local(section, target, group))
         return local, local.arithmetic, None
     from pipeline.synth.generate.remote import open_remote
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from pipeline.config import FeaturesSection, TargetSection, local_rank, world_size
+from pipeline.config import TargetSection, local_rank, world_size
 from pipeline.console import console
 from pipeline.errors import ConfigError, Eagle3Error, LostProcess
 
@@ -55,7 +55,7 @@ class Group:
     _over: bool = False  # a failure is known to all: nothing more is sent
 
     def broadcast(self, value: Value) -> Value:
-        """Rank 0's `value` on every rank; that of the others is not looked at.
+        """Rank 0's `value` on every rank; that of the others is not looked at. None costs least.
 
         Where rank 0 has failed, raises SystemExit with its exit code.
         """
@@ -63,10 +63,12 @@ class Group:
             return value
         import torch
 
-        data = pickle.dumps(value) if self.rank == 0 else b""
+        data = b"" if self.rank > 0 or value is None else pickle.dumps(value)
         length = self._header(len(data), self.timeout)
         if length < 0:
             self._end(-1 - length)
+        if length == 0:
+            return None  # type: ignore[return-value]  # it is rank 0's value
         if self.rank == 0:
             self._send(torch.frombuffer(bytearray(data), dtype=torch.uint8), self.timeout)
             return value
@@ -159,24 +161,23 @@ class Group:
 
 
 @contextmanager
-def joined(section: FeaturesSection, target: TargetSection) -> Iterator[Group]:
+def joined(parallel: str, target: TargetSection, *, stage: str) -> Iterator[Group]:
     """The group that a launcher has started, for a block that all its processes go through.
 
     On all ranks but 0 the console is quiet in it. The group stays when the block ends: later stages
-    use it. Raises ConfigError where there are several processes and nothing for them to split,
-    LostProcess where one of them has ended or does not answer.
+    use it. Raises ConfigError where there are several processes and the stage's key `parallel` has
+    nothing for them to split, LostProcess where one of them has ended or does not answer.
     """
-    processes = world_size()
+    processes, key = world_size(), f"{stage}.parallel"
     if processes == 1:
         yield Group()
         return
-    if section.parallel == "none":
-        problem = f"{processes} processes were started, and each would compute all states"
-        fix = (
-            "set features.parallel=tensor to split the target over them, or start them without "
-            "a launcher, each with its --shard i/n"
-        )
-        raise ConfigError(problem, where="features.parallel=none", fix=fix)
+    if parallel == "none":
+        problem = f"{processes} processes were started, and each would do all of it"
+        fix = f"set {key}=tensor to split the target over them, or start them without a launcher"
+        if stage == "features":
+            fix += ", each with its --shard i/n"
+        raise ConfigError(problem, where=f"{key}=none", fix=fix)
     quiet = console.quiet
     try:
         group = _join(target, _TIMEOUT_SECONDS)
@@ -190,10 +191,18 @@ def joined(section: FeaturesSection, target: TargetSection) -> Iterator[Group]:
         if not _comes_from_the_group(error):
             raise
         problem = f"another of the {processes} processes has ended or does not answer"
-        fix = "see its own error, then start all again: they go on after the last committed shard"
-        raise LostProcess(problem, where="features.parallel=tensor", fix=fix) from error
+        fix = "see its own error, then start all again: what is committed stays"
+        raise LostProcess(problem, where=f"{key}=tensor", fix=fix) from error
     finally:
         console.quiet = quiet
+
+
+def require_several(group: Group, parallel: str, *, stage: str) -> None:
+    """Raise ConfigError where the target is to be split and this process is alone."""
+    if parallel == "tensor" and group.size == 1:
+        problem = "one process cannot split the target"
+        fix = f"start it with torchrun --nproc-per-node N -m pipeline.cli {stage} …"
+        raise ConfigError(problem, where=f"{stage}.parallel=tensor", fix=fix)
 
 
 def exit_code(error: BaseException) -> int:

@@ -31,6 +31,7 @@ from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.tree import WINDOW
 from pipeline.decoder.round import decode_round, prefill_prompt
+from pipeline.target.parallel import Group
 from pipeline.tuning.cost import STEP_COUNTS, Costs, measure_costs, open_batch, trimmed_mean
 from pipeline.tuning.trace import Traces, acceptance, trace
 
@@ -73,8 +74,10 @@ def tune(
     stop_ids: Sequence[int] = (),
     new_tokens: int = 48,
     sampling: bool = False,
+    processes: Group | None = None,
 ) -> dict[int, Choice]:
-    """Trace prompts, time rounds at each batch size in `rows`, choose. Raises as `trace`.
+    """Trace prompts, time rounds at each batch size in `rows`, choose; of several `processes` by
+    the times of rank 0. Raises as `trace`.
 
     An engine has one drafter: the variant that is fastest at the smallest batch size is taken for
     all, with a shape of its own for each. `sampling` times rounds of requests that
@@ -91,6 +94,7 @@ def tune(
             stop_ids=stop_ids,
             new_tokens=new_tokens,
             sampling=sampling,
+            processes=processes or Group(),
         )
         for variant in factory.variants(context)
     ]
@@ -107,6 +111,7 @@ def _tune_variant(
     stop_ids: Sequence[int],
     new_tokens: int,
     sampling: bool,
+    processes: Group,
 ) -> dict[int, Choice]:
     widest = widest_for(factory)
     drafter = factory(widest)
@@ -129,6 +134,7 @@ def _tune_variant(
         )
         for size in rows
     }
+    costs = processes.broadcast(costs)
     best = best_shapes(costs, traces, shapes_for(factory))
     return {size: replace(choice, factory=factory) for size, choice in best.items()}
 

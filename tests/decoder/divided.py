@@ -52,7 +52,11 @@ _SMALL = LlamaConfig(
     max_position_embeddings=128,
 )
 #: With heads of which products are fused, and little to do for an interpreter.
-FUSED = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+FUSED: dict[str, Any] = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+#: By request id.
+Replies = dict[str, tuple[int, ...]]
 
 
 def requests(temperature: float = 0.0) -> list[Request]:
@@ -64,8 +68,7 @@ def requests(temperature: float = 0.0) -> list[Request]:
     ]
 
 
-def replies(engine: Engine, temperature: float = 0.0) -> dict[str, tuple[int, ...]]:
-    """By request id."""
+def replies(engine: Engine, temperature: float = 0.0) -> Replies:
     return {each.request_id: each.token_ids for each in engine.generate(requests(temperature))}
 
 
@@ -92,7 +95,7 @@ def family_model(directory: Path, group: TensorGroup | None = None) -> DecoderMo
 
 def of_drafters(
     model: DecoderModel, temperatures: Sequence[float] = (0.0, 1.0)
-) -> Iterator[tuple[str, object]]:
+) -> Iterator[tuple[str, Replies]]:
     """What a target says plainly, and with every drafter; in overlapped rounds, too."""
     for temperature in temperatures:
         plain = Engine(model, slots=2, prefill_tokens=32)
@@ -171,7 +174,7 @@ def of_disagreement(group: TensorGroup) -> Iterator[tuple[str, object]]:
     propose = drafter.candidates
 
     def candidates(*arguments: Any) -> Candidates:
-        proposed = propose(*arguments)
+        proposed: Candidates = propose(*arguments)
         tokens = torch.full_like(proposed.tokens, 7 + group.rank)
         scores = torch.zeros_like(proposed.scores) - group.rank
         return proposed._replace(tokens=tokens, scores=scores)

@@ -35,11 +35,11 @@ def write():
     Path(sys.argv[1], os.environ["RANK"]).write_text(str(left))
 
 import torch
-from pipeline.config import FeaturesSection, TargetSection
+from pipeline.config import TargetSection
 from pipeline.target.parallel import joined
 
 target = TargetSection(source="not read", device="cpu")
-with joined(FeaturesSection(parallel="tensor"), target) as group:
+with joined("tensor", target, stage="features") as group:
     group.broadcast("said to all")
 """
 

@@ -27,13 +27,14 @@ import os, pathlib, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
 from pipeline.config import RunConfig
+from pipeline.target.parallel import Group
 from pipeline.synth.stage import SynthPipeline, run
 import pyarrow.parquet
 
 whole, cut = (
     RunConfig.model_validate_json(pathlib.Path(path).read_text()) for path in sys.argv[1:3]
 )
-SynthPipeline(whole)  # loads libraries and kernels once for all children
+SynthPipeline(whole, Group())  # loads libraries and kernels once for all children
 folder = pathlib.Path(cut.run.uri) / "synth"
 
 

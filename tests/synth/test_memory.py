@@ -17,6 +17,7 @@ from pipeline.records import Prompt, Sample
 from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend, open_local
 from pipeline.target.open import open_target
+from pipeline.target.parallel import Group
 from tests.conftest import QUESTIONS
 from tests.synth.server import ServedTarget
 
@@ -79,7 +80,7 @@ def test_half_the_slots_give_the_same_replies(
 def test_as_many_prompt_tokens_are_read_at_a_time_as_offline(tiny_target: Path) -> None:
     """With half the slots too."""
     section = TargetSection.model_validate({"source": str(tiny_target), "device": "cpu"})
-    backend = open_local(SECTION, open_target(section))
+    backend = LocalBackend(open_local(SECTION, open_target(section), Group()))
     assert backend._engine.prefill_tokens == OFFLINE_PREFILL_TOKENS
     slots = backend._engine.slots
     backend._halve_slots()

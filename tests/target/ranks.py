@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM  # noqa: F401  before the fork
 
-from pipeline.config import FeaturesSection, TargetSection
+from pipeline.config import TargetSection
 from pipeline.console import fail, notice
 from pipeline.errors import DataError, Eagle3Error, StageIncomplete
 from pipeline.features.capture import differences
 from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
 from pipeline.target.open import open_target
 from pipeline.target.parallel import Group, joined
-
-SECTION = FeaturesSection(parallel="tensor")
 
 
 def states(group: Group, *directories: str) -> None:
@@ -130,7 +128,8 @@ def _compare(directory: str, group: Group) -> dict[str, Any]:
 def _run(case: Any, arguments: list[str]) -> int:
     """As the command line runs a stage."""
     try:
-        with joined(SECTION, TargetSection(source="none", device="cpu")) as group:
+        target = TargetSection(source="none", device="cpu")
+        with joined("tensor", target, stage="features") as group:
             case(group, *arguments)
     except Eagle3Error as error:
         return fail(str(error), error.exit_code)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pipeline.config import FeaturesSection, TargetSection, parse
+from pipeline.config import TargetSection, parse
 from pipeline.errors import ConfigError, TargetError
 from pipeline.target.open import open_target
 from pipeline.target.parallel import joined
@@ -145,10 +145,10 @@ def test_a_launcher_without_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) 
     """Each of its processes would do the whole work."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    problem = "4 processes were started, and each would compute all states"
+    problem = "4 processes were started, and each would do all of it"
     with (
         pytest.raises(ConfigError, match=rf"{problem} \(fix: set features.parallel=tensor"),
-        joined(FeaturesSection(), TargetSection(source="none")),
+        joined("none", TargetSection(source="none"), stage="features"),
     ):
         pass
 

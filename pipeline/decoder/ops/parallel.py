@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, distributed
 
 from pipeline.errors import UnsupportedModel
+from pipeline.target.parallel import Group
 
 #: torch 2.13 has renamed it.
 _all_gather: Callable[[Tensor, Tensor], Any] = getattr(
@@ -44,6 +45,11 @@ class TensorGroup:
 
     rank: int
     size: int
+
+    @classmethod
+    def of(cls, processes: Group) -> TensorGroup | None:
+        """None where there is one process."""
+        return None if processes.size == 1 else cls(processes.rank, processes.size)
 
     def sum(self, part: Tensor) -> Tensor:
         """Over all ranks, which may be written over `part`.

@@ -13,8 +13,10 @@ from pipeline.config import DrafterSection, SynthSection
 from pipeline.console import notice
 from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.engine import OFFLINE_PREFILL_TOKENS, Engine
+from pipeline.decoder.leading import LeadingEngine, engine_among
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.cpu.ops import CpuOps
+from pipeline.decoder.ops.parallel import TensorGroup
 from pipeline.decoder.request import Completion, Request
 from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import OutOfMemory, brief, is_out_of_memory
@@ -23,6 +25,7 @@ from pipeline.records import Arithmetic
 from pipeline.synth.generate.backend import NextRequest, Reply
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target
+from pipeline.target.parallel import Group, require_several
 
 
 class LocalBackend:
@@ -41,6 +44,11 @@ class LocalBackend:
         """Of the engine's backend."""
         model = self._engine.model
         return decoder_arithmetic(model.ops, model.dtype, model.device)
+
+    def close(self) -> None:
+        """Let the other processes of the engine go."""
+        if isinstance(self._engine, LeadingEngine):
+            self._engine.close()
 
     def generate(self, next_request: NextRequest) -> Iterator[Reply]:
         """Replies as they are finished. With no request left, those in flight end first.
@@ -77,8 +85,8 @@ class LocalBackend:
                 yield _reply(completion)
 
     def _say_out_of_memory(self, error: Exception) -> None:
-        slots = self._engine.slots
-        if slots < self._slots or slots == 1:
+        slots, alone = self._engine.slots, self._engine.model.group is None
+        if slots < self._slots or slots == 1 or not alone:
             problem = f"out of memory with {slots} of {self._slots} slots: {brief(error)}"
             fix = "lower it, free memory, or ask servers of the target; finished shards are kept"
             raise OutOfMemory(problem, where="synth.batch_size", fix=fix) from error
@@ -95,19 +103,22 @@ class LocalBackend:
         self._engine = Engine(model, drafter=drafter, slots=slots, prefill_tokens=budget)
 
 
-def open_local(section: SynthSection, target: Target) -> LocalBackend:
-    """The target over the section's slots, drafting as `synth.drafter` and `synth.head` say."""
-    model = DecoderModel.load(
-        target.directory,
-        target.contract.capture_layers,
-        device=target.device,
-        dtype=target.dtype,
-        max_length=section.max_prompt_tokens + section.max_new_tokens,
-    )
-    drafter, slots = _drafter(section, model, target), section.slots(target.device.type)
-    return LocalBackend(
-        Engine(model, drafter=drafter, slots=slots, prefill_tokens=OFFLINE_PREFILL_TOKENS)
-    )
+def open_local(section: SynthSection, target: Target, processes: Group) -> Engine:
+    """This process's engine over the section's slots, drafting as `synth.drafter` and `synth.head`
+    say. Raises ConfigError where the target is to be split and this process is alone."""
+    require_several(processes, section.parallel, stage="synth")
+    with processes.all_or_raise():
+        model = DecoderModel.load(
+            target.directory,
+            target.contract.capture_layers,
+            device=target.device,
+            dtype=target.dtype,
+            max_length=section.max_prompt_tokens + section.max_new_tokens,
+            group=TensorGroup.of(processes),
+        )
+        drafter = _drafter(section, model, target)
+    slots, budget = section.slots(target.device.type), OFFLINE_PREFILL_TOKENS
+    return engine_among(processes, model, drafter=drafter, slots=slots, prefill_tokens=budget)
 
 
 def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Drafter | None:
