@@ -39,6 +39,7 @@ from triton.compiler import ASTSource, make_backend  # type: ignore[import-untyp
 from pipeline.config.train import Loss
 from pipeline.decoder.ops.draft import Candidates, DraftNoise
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack, LayerWeights
+from pipeline.decoder.ops.parallel import TensorGroup
 from pipeline.decoder.ops.tree import SamplingTensors, root_only
 from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
@@ -368,6 +369,13 @@ def _record_attention(ops: Recorder, dtype: torch.dtype, size: int) -> None:
         ops.tree_attention(query, keys, values, sliding)
 
 
+class _AloneInIt(TensorGroup):
+    """What others would send is not waited for."""
+
+    def sum(self, part: Tensor) -> Tensor:
+        return part
+
+
 def _record_products(ops: Recorder, dtype: torch.dtype, size: int) -> None:
     """An 8B model's layers with heads of `size`: plain decoding, a tree, the most that are fused;
     with the biases and head norms of other families, and with a draft head's in float8."""
@@ -390,12 +398,14 @@ def _record_products(ops: Recorder, dtype: torch.dtype, size: int) -> None:
     matrices = {name: getattr(plain, name) for name in ("qkv", "output", "gate_up", "down")}
     rounded = {name: ops.pack_float8(each) for name, each in matrices.items()}
     float8 = replace(plain, **rounded)
+    divided = replace(plain, group=_AloneInIt(0, 2))
     # float32 is for checks, as above.
     forms = [(16, plain), (16, float8)]
     if dtype != torch.float32:
-        forms += [(64, plain), (16, other), (64, float8)]
+        forms += [(64, plain), (16, other), (64, float8), (16, divided)]
+    names = {id(other): " bias, norms", id(float8): " fp8", id(divided): " divided"}
     for tokens, weights in forms:
-        other_form = {id(other): " bias, norms", id(float8): " fp8"}.get(id(weights), "")
+        other_form = names.get(id(weights), "")
         ops.label = f"{_TYPES[dtype]} d={size} tokens={tokens}{other_form}"
         hidden, index = _empty(tokens, 4096, dtype=dtype), _empty(tokens)
         metadata = AttentionMetadata(

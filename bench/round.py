@@ -37,6 +37,7 @@ from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.layer import PAGE, Packed
+from pipeline.decoder.ops.parallel import TensorGroup
 from pipeline.decoder.ops.tree import WINDOW
 from pipeline.decoder.ops.triton.ops import TritonOps, chunks_of
 from pipeline.decoder.round import decode_round
@@ -220,6 +221,11 @@ class RoundTrace(AllocationTrace):  # type: ignore[no-untyped-call]
         if address not in self._made and operand.untyped_storage().nbytes():
             self._inputs.setdefault(address, _weakly(operand))
 
+    def exchange(self, name: str, read: Tensor, written: Tensor) -> None:
+        """Record what ranks send each other."""
+        self._take(read)
+        self._launch(name, (read, written), _bytes(read), _bytes(written), [written])
+
     def _launch(
         self, name: str, arguments: Any, read: int, written: int, results: Iterable[Tensor]
     ) -> None:
@@ -259,6 +265,30 @@ class TracedOps(TritonOps):
                 yield self.trace
         finally:
             self.trace = None
+
+
+@dataclass(frozen=True)
+class TracedGroup(TensorGroup):
+    """What a rank sends the others, each time a launch; nobody is there."""
+
+    ops: TracedOps
+
+    def sum(self, part: Tensor) -> Tensor:
+        self._record("all_reduce", part, part)
+        return part
+
+    def gather(self, part: Tensor) -> Tensor:
+        whole = part.new_empty(len(part), self.size * part.shape[1])
+        self._record("all_gather", part, whole)
+        return whole
+
+    def agree(self, decided: Tensor) -> Tensor:
+        self._record("broadcast", decided, decided)
+        return decided
+
+    def _record(self, name: str, read: Tensor, written: Tensor) -> None:
+        if self.ops.trace is not None:
+            self.ops.trace.exchange(name, read, written)
 
 
 #: What is left of torch.tensor, which copies numbers from the host.
@@ -505,17 +535,19 @@ def llama_8b(
     *,
     layers: int = LLAMA_8B["num_hidden_layers"],
     float8: bool = False,
+    ranks: int = 1,
 ) -> DecoderModel:
-    """The target, or `layers` layers of it; as `eagle3 float8` rounds it, or as it is."""
+    """The target, or `layers` layers of it, or what one of so many `ranks` has; as `eagle3 float8`
+    rounds it, or as it is."""
     from transformers import LlamaConfig
 
     config, dtype = LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": layers}), torch.bfloat16
     capture, ops = (1, layers // 2 - 1, layers - 4), ops or TracedOps(dtype)
     ops.float8 = float8
+    kind: dict[str, Any] = {"device": META, "dtype": dtype, "max_length": max_length, "ops": ops}
+    group = None if ranks == 1 else TracedGroup(0, ranks, ops)
     with without_data():
-        return random_target.random_model(
-            config, capture, device=META, dtype=dtype, max_length=max_length, ops=ops
-        )
+        return random_target.random_model(config, capture, group=group, **kind)
 
 
 def eagle3_for(
@@ -546,6 +578,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=CONTEXT, help="committed entries of a row")
     parser.add_argument("--length", type=int, default=8192, help="longest prompt + reply")
+    parser.add_argument("--ranks", type=int, default=1, help="one of so many that share the target")
     parser.add_argument("--bandwidth", type=float, help="GB/s: print a roofline, with --gap")
     parser.add_argument("--gap", type=float, help="microseconds from one kernel to the next")
     parser.add_argument("--kernels", action="store_true", help="launches of every kernel")
@@ -555,9 +588,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timed = chosen.bandwidth is not None
     heading = _ROW.format(*_HEADINGS)
     print(heading + (_TIMES.format("memory ms", "gaps ms", "round ms") if timed else ""))
-    model = llama_8b(chosen.length)
+    model = llama_8b(chosen.length, ranks=chosen.ranks)
     drafter, in_float8 = eagle3_for(model), eagle3_for(model, float8=True)
-    smaller = llama_8b(chosen.length, float8=True)
+    smaller = llama_8b(chosen.length, float8=True, ranks=chosen.ranks)
     for rows in chosen.rows:
         for name, target, drafting, sampling in (
             ("plain", model, None, False),

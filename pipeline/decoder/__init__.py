@@ -1,6 +1,7 @@
 """The decoder: one engine for plain and speculative decoding, on a CPU and on CUDA.
 
 engine.py     the scheduler: waiting queue, admission, prefill, rounds in flight, retirement
+leading.py    the scheduler of several processes that share a target: rank 0 decides, others follow
 request.py    what goes in and what comes out
 round.py      draft → verify → accept → compact → extend, without a decision on the host
 graphs.py     how rounds are launched, eagerly or as one CUDA graph per batch size; pending tokens

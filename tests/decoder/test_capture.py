@@ -108,6 +108,20 @@ def test_counts_are_pinned(counted: dict[tuple[int, str], RoundCounts]) -> None:
     } == COUNTS
 
 
+def test_a_rank_reads_its_share_and_launches_more() -> None:
+    """Of a round that eight share."""
+    model = llama_8b(8192, ranks=8)
+    drafters = {"plain": None, "greedy tree": eagle3_for(model)}
+    page = (ROOT / "docs/decoder.md").read_text(encoding="utf-8")
+    for rows in (1, 8):
+        for name, drafter in drafters.items():
+            counts = count_round(model, drafter, rows, CONTEXT, sampling=False)
+            sizes = f"{counts.read / 1e6:,.0f} | {counts.written / 1e6:,.0f}"
+            assert f"| {name} | {rows} | {counts.launches} | {sizes} |" in page
+            whole = COUNTS[rows, name.split()[0]]
+            assert counts.read < whole[3] / 7 and counts.launches < whole[0] + 160
+
+
 def test_rounds_behind_a_window_are_captured() -> None:
     """What a window hides is counted once a forward, not once a layer."""
     fields = {"num_hidden_layers": 8, "sliding_window": 4096}
