@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from bench.random_target import random_head, random_model
 from bench.report import ROOT
@@ -27,6 +27,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel, pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import Float8Rows
+from pipeline.decoder.ops.parallel import TensorGroup
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.request import Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
@@ -132,6 +133,7 @@ def model_of(
     *,
     length: int = LENGTH,
     vocabulary: int | None = None,
+    group: TensorGroup | None = None,
 ) -> DecoderModel:
     """A random Llama; the same weights for every `ops`."""
     from transformers import LlamaConfig
@@ -144,9 +146,8 @@ def model_of(
         **{"num_hidden_layers": 6, **shape},
     )
     capture = (1, 2, 4) if config.num_hidden_layers > 4 else (0, 1, 2)
-    return random_model(
-        config, capture, device=device, dtype=dtype, max_length=length, scale=0.08, ops=ops
-    )
+    kind: dict[str, Any] = {"dtype": dtype, "max_length": length, "scale": 0.08, "ops": ops}
+    return random_model(config, capture, device=device, group=group, **kind)
 
 
 def head_of(model: DecoderModel, proposed: int | None = None) -> Eagle3Head:
@@ -344,6 +345,22 @@ def capture_beside_pinning(device: torch.device) -> dict[str, Any]:
     return {"pinned": len(pinned)}
 
 
+def collectives_are_captured(device: torch.device) -> dict[str, Any]:
+    """fp32: rounds that hold collectives, of a group of one: two need two devices."""
+    plain = decode(Engine(model_of(LLAMA, device, torch.float32)), requests())
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        store = f"file://{folder}/store"
+        distributed.init_process_group(backend, store, rank=0, world_size=1)
+        try:
+            model = model_of(LLAMA, device, torch.float32, group=TensorGroup(0, 1))
+            done = decode(drafting(model, TREES["tree"], 8), requests())
+        finally:
+            distributed.destroy_process_group()
+    assert done == plain, "replies differ"
+    return {"tokens": sum(map(len, done.values()))}
+
+
 def _shortfall(scores: Tensor, chosen: Tensor) -> Tensor:
     """How far below the best of scores [T, V] each chosen token [T] is."""
     return scores.max(-1).values - scores.gather(1, chosen[:, None])[:, 0]
@@ -457,6 +474,7 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
     yield "ragged batch", partial(ragged_batch, device, max(RAGGED) + 64, RAGGED)
     yield "positions for 128k", partial(ragged_batch, device, LONGEST, PROMPTS)
     yield "a pool above 2^31 elements", partial(large_pool, device)
+    yield "collectives in rounds", partial(collectives_are_captured, device)
     yield "joins and aborts", partial(joins_and_aborts, device)
     yield "vocabulary of 128k", partial(wide_vocabulary, device)
     yield "captured states", partial(states_agree, device)

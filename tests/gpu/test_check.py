@@ -41,6 +41,7 @@ NAMES = [
     "ragged batch",
     "positions for 128k",
     "a pool above 2^31 elements",
+    "collectives in rounds",
     "joins and aborts",
     "vocabulary of 128k",
     "captured states",
