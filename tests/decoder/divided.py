@@ -1,10 +1,12 @@
-"""One process of a group over gloo: `python -m tests.decoder.divided RANK SIZE FOLDER`.
+"""A group of processes over gloo: `python -m tests.decoder.divided SIZE FOLDER`.
 
-Decodes what test_divided.py asks for, and leaves FOLDER/RANK.pt: name → what came out.
+Each decodes what test_divided.py compares, and leaves FOLDER/RANK.pt: name → what came out. They
+are forked, so that libraries are loaded once.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -216,8 +218,7 @@ def everything(group: TensorGroup, folder: Path) -> Iterator[tuple[str, object]]
             yield f"fault: {name}", came_out
 
 
-def main(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def be_rank(rank: int, size: int, folder: Path) -> None:
     store = f"file://{folder / 'store'}"
     distributed.init_process_group("gloo", store, rank=rank, world_size=size)
     with torch.inference_mode():
@@ -226,5 +227,17 @@ def main(rank: int, size: int, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
+def main(size: int, folder: Path) -> int:
+    """How many have failed."""
+    torch.set_num_threads(1)
+    started = []
+    for rank in range(size):
+        if (pid := os.fork()) == 0:
+            be_rank(rank, size, folder)
+            return 0
+        started.append(pid)
+    return sum(os.waitpid(pid, 0)[1] != 0 for pid in started)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
