@@ -25,7 +25,7 @@ import yaml
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.server.start import _handling_signals
-from tests.server.conftest import PROMPTS, Running, Start, slow_down
+from tests.server.conftest import PROMPTS, Running, Start, drafting_engine, slow_down
 
 LONG: dict[str, Any] = {"prompt": "Why?", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -382,3 +382,22 @@ def test_what_cannot_be_served_is_said_in_one_line(
     assert main(["serve", "-c", str(config), *settings]) == 2
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("error: ") and said in line and "(fix: " in line
+
+
+def test_an_engine_of_several_processes_is_stepped_while_nobody_asks(
+    start: Start, model: DecoderModel
+) -> None:
+    """Silence would be a failure to the others; a usual engine is left alone."""
+    steps = Counter[float | None]()
+    for most in (None, 0.02):
+        engine = drafting_engine(model)
+        engine.most_idle_seconds, step = most, engine.step
+
+        def counted(step: Any = step, most: float | None = most) -> Any:
+            steps[most] += 1
+            return step()
+
+        engine.step = counted  # type: ignore[method-assign]
+        start(engine)
+    wait_for(lambda: steps[0.02] > 2)
+    assert steps[None] == 0
