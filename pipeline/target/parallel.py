@@ -221,12 +221,14 @@ def _join(target: TargetSection, timeout: float) -> Group:
 
     from pipeline.target.arithmetic import pick_device
 
-    cuda = pick_device(target.device).type == "cuda"
-    if cuda:
-        torch.cuda.set_device(local_rank())
+    cuda, device = pick_device(target.device).type == "cuda", None
+    if cuda:  # connected at once: what NCCL takes is not free when a decoder counts its memory
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout)
     if not distributed.is_initialized():
-        distributed.init_process_group("nccl" if cuda else "gloo", timeout=limit)
+        backend = "nccl" if cuda else "gloo"
+        distributed.init_process_group(backend, timeout=limit, device_id=device)
     control = distributed.new_group(backend="gloo", timeout=limit)
     group = Group(distributed.get_rank(), distributed.get_world_size(), timeout, control)
     atexit.register(group.leave)
