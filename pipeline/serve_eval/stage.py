@@ -62,9 +62,29 @@ def run(config: RunConfig) -> Manifest:
     share the target.
     """
     with joined(config.eval.parallel, config.target, stage="eval") as group:
-        if group.rank == 0:
-            return group.broadcast(_run(config, group))
-        return _take_part(config, group)
+        if group.rank > 0:
+            return _take_part(config, group)
+        prepare_process(config.run)
+        drafts = config.eval.drafter.needs_head
+        parent = read_manifest(config.run.uri, "train") if drafts and not config.eval.head else None
+        rivals, clock = _rival_weights(config), clock_of(config, "synth")
+        opened = partial(open_stage, config, "eval", parent, made_with=rivals, clock=clock)
+        stage_run = opened()
+        if stage_run.manifest is None:
+            try:
+                stage_run.claim(_CLAIM, config.run.claim_seconds)
+                if not stage_run.is_finished():
+                    return group.broadcast(_evaluate(config, parent, stage_run, group))
+            except TakenOver as error:
+                stage_run.outlast(error)
+            finally:
+                stage_run.release()
+            stage_run = opened()
+        assert stage_run.manifest is not None, "another process has finished it"
+        restore_pages(config)
+        tau, where = read_report(config.run.uri).acceptance_length, stage_run.location.where(PAGE)
+        notice("eval", f"complete: {tau:.2f} tokens a round; report at {where}")
+        return group.broadcast(stage_run.manifest)
 
 
 def _take_part(config: RunConfig, group: Group) -> Manifest:
@@ -78,32 +98,9 @@ def _take_part(config: RunConfig, group: Group) -> Manifest:
         expected, clock = received
         target = open_target(config.target, expected=expected, where="rank 0", decoded=True)
         evaluation = _Evaluation(config, target, _head(config, target), clock, group)
-        evaluation.report(*evaluation.measure())
+        evaluation.tune()
+        evaluation.report(*evaluation.own.measure(evaluation.prompts, evaluation.hf))
     return received
-
-
-def _run(config: RunConfig, group: Group) -> Manifest:
-    prepare_process(config.run)
-    drafts = config.eval.drafter.needs_head
-    parent = read_manifest(config.run.uri, "train") if drafts and not config.eval.head else None
-    rivals, clock = _rival_weights(config), clock_of(config, "synth")
-    opened = partial(open_stage, config, "eval", parent, made_with=rivals, clock=clock)
-    stage_run = opened()
-    if stage_run.manifest is None:
-        try:
-            stage_run.claim(_CLAIM, config.run.claim_seconds)
-            if not stage_run.is_finished():
-                return _evaluate(config, parent, stage_run, group)
-        except TakenOver as error:
-            stage_run.outlast(error)
-        finally:
-            stage_run.release()
-        stage_run = opened()
-    assert stage_run.manifest is not None, "another process has finished it"
-    restore_pages(config)
-    tau, where = read_report(config.run.uri).acceptance_length, stage_run.location.where(PAGE)
-    notice("eval", f"complete: {tau:.2f} tokens a round; report at {where}")
-    return stage_run.manifest
 
 
 def _rival_weights(config: RunConfig) -> dict[str, str]:
@@ -134,8 +131,10 @@ def _evaluate(
         evaluation = _Evaluation(config, target, head, stage_run.clock, group)
         arithmetic = evaluation.arithmetic
         stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
+        evaluation.tune()
         with memory_explained("eval"):
-            report = evaluation.report(*evaluation.measure())
+            measured, left_out = evaluation.own.measure(evaluation.prompts, evaluation.hf)
+            report = evaluation.report(measured, left_out)
         report = report.model_copy(update={"work": stage_run.work, "commits": _commits(config)})
     if not report.is_lossless:
         raise _not_lossless(stage_run, report)
@@ -207,7 +206,7 @@ class _Evaluation:
         self._max_length = min(positions, max(tokens, filled_length(section, positions)))
         with long_step("eval", "loading the target"):
             self.own = self._comparison(target.dtype)
-            self._hf = target.load() if section.hf_prompts and group.rank == 0 else None
+            self.hf = target.load() if section.hf_prompts and group.rank == 0 else None
         model = self.own.model
         self.arithmetic = decoder_arithmetic(model.ops, model.dtype, model.device)
         self._others = others
@@ -222,14 +221,13 @@ class _Evaluation:
             processes=self._group,
         )
 
-    def measure(self) -> tuple[list[Measured], list[LeftOut]]:
-        """See `Comparison.measure`; the tree is chosen before, where it is open."""
+    def tune(self) -> None:
+        """Choose the tree where it is open, and let rivals take their turns."""
         section = self._config.eval
         if section.tree == "auto":
             # On prompts that are not measured, where there are any.
             self._choice = self.own.tune(self._others or self.prompts)
         self.own.add_rivals(section.compare)
-        return self.own.measure(self.prompts, self._hf)
 
     def report(self, measured: list[Measured], left_out: list[LeftOut]) -> EvalReport:
         """Measure shapes and load, then check losslessness in fp32; the decoder is used up."""
@@ -252,7 +250,7 @@ class _Evaluation:
             stop_ids=stop_ids,
         )
         load = measure_load(own, self.prompts, self._template, section)
-        del own, self.own, self._hf  # the fp32 copy takes their memory
+        del own, self.own, self.hf  # the fp32 copy takes their memory
         with long_step("eval", "loading the target in fp32"):
             exact = self._comparison(torch.float32)
         exact.settle(tree, choice.settings if choice else {})

@@ -68,7 +68,7 @@ def server(config: Path) -> Iterator[str]:
         assert any("serve ended" in line for line in lines)
         process.wait(timeout=60)
     finally:
-        process.kill()
+        process.terminate()  # the launcher, which ends the others
         process.communicate()
 
 

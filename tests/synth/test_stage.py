@@ -33,6 +33,7 @@ from pipeline.store.samples import read_samples
 from pipeline.synth import screening, stage
 from pipeline.synth.plan import plan
 from pipeline.synth.stage import run
+from pipeline.target.parallel import Group
 from tests.conftest import CHATML
 from tests.synth.conftest import tree
 
@@ -169,12 +170,14 @@ def test_a_stage_that_another_process_finishes_while_this_one_starts(
     config = make_config(max_prompts=8)
     firsts: list[Manifest | None] = []
 
-    def open_slowly(config: RunConfig, open_pipeline: Any = stage._open_pipeline) -> Any:
+    open_pipeline = stage._open_pipeline
+
+    def open_slowly(config: RunConfig, group: Group) -> Any:
         if not firsts:
             firsts.append(None)
             firsts.append(run(config))
             capsys.readouterr()
-        return open_pipeline(config)
+        return open_pipeline(config, group)
 
     monkeypatch.setattr(stage, "_open_pipeline", open_slowly)
     assert run(config) == firsts[1]
