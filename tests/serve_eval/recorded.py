@@ -99,13 +99,14 @@ class RecordedServer:
         """With the shape that it drafts: the report's tree."""
         return prompt.counters
 
-    def refusal(self) -> Response | None:
+    async def refusal(self) -> Response | None:
         if self.faults.busy:
             self.faults.busy -= 1
             busy = {"error": {"message": "too many requests", "code": 429}}
             return JSONResponse(busy, 429, headers={"Retry-After": "0"})
         if self.die_after is not None and len(self.asked) > self.die_after:
             self.server.force_exit = self.server.should_exit = True
+            await asyncio.Event().wait()  # it looks every tenth of a second; nothing is said until
         return None
 
     async def chat(self, request: Request) -> Response:
@@ -176,7 +177,7 @@ class RecordedSglang(RecordedServer):
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()
-        if (refusal := self.refusal()) is not None:
+        if (refusal := await self.refusal()) is not None:
             return refusal
         self.asked.append(body)
         assert body["sampling_params"]["temperature"] == 0
@@ -297,7 +298,7 @@ class RecordedVllm(RecordedServer):
 
     async def complete(self, request: Request) -> Response:
         body = await request.json()
-        if (refusal := self.refusal()) is not None:
+        if (refusal := await self.refusal()) is not None:
             return refusal
         self.asked.append(body)
         assert body["temperature"] == 0
