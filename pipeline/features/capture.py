@@ -178,10 +178,8 @@ class MatchedTarget(NamedTuple):
     @classmethod
     def loaded(cls, target: Target, loaded: LoadedTarget) -> MatchedTarget:
         """In this process, with transformers' own output rows."""
-        rows, scale = loaded.model.get_output_embeddings().weight, target.architecture.logit_scale
-        contract = loaded.contract
-        whole = tuple(rows.shape) == (contract.vocab_size, contract.hidden_size)
-        if not whole or type(rows.data) is not Tensor:  # this process holds a slice of them
+        rows, scale = loaded.output_rows, target.architecture.logit_scale
+        if rows is None:
             rows, scale = target.weights.lm_head().to(loaded.device, loaded.model.dtype), 1.0
         has_experts = any("experts" in name for name, _ in loaded.model.named_modules())
         return cls(target, LocalStates(loaded), rows, scale, has_experts)

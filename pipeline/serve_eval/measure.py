@@ -362,8 +362,10 @@ def check_with_transformers(
     `processes` that share the target."""
     processes = processes or Group()
     with processes.all_or_raise():
-        model = target.load(dtype="float32", processes=processes.size).model
-        rows = target.weights.lm_head().to(target.device, torch.float32)  # [V, H]
+        loaded = target.load(dtype="float32", processes=processes.size)
+        model, rows = loaded.model, loaded.output_rows
+        if rows is None:
+            rows = target.weights.lm_head().to(loaded.device, torch.float32)  # [V, H]
     near_ties, wrong, farthest, different = 0, 0, 0.0, list[str]()
     note = "plain decoding is transformers'?"
     with progress_bar("eval", unit="replies", total=len(replies), note=note) as bar:

@@ -59,6 +59,13 @@ class LoadedTarget:
     device: torch.device
     directory: Path
 
+    @property
+    def output_rows(self) -> Tensor | None:
+        """transformers' own lm_head [V, H]; None where this process holds a slice of it."""
+        rows: Tensor = self.model.get_output_embeddings().weight
+        whole = tuple(rows.shape) == (self.contract.vocab_size, self.contract.hidden_size)
+        return rows if whole and type(rows.data) is Tensor else None
+
 
 def load_model(
     section: TargetSection,

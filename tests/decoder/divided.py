@@ -169,6 +169,13 @@ def of_faults(directory: Path, group: TensorGroup) -> Iterator[tuple[str, object
         yield "a bias on every rank", scores(group)
 
 
+class Erring(TorchOps):
+    """Chooses another token than the best."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return (super().argmax(logits) + 1) % logits.shape[-1]
+
+
 def of_disagreement(group: TensorGroup) -> Iterator[tuple[str, object]]:
     """Ranks that draft different trees: rank 0's is taken."""
     model = small_model(group=group)
@@ -183,6 +190,15 @@ def of_disagreement(group: TensorGroup) -> Iterator[tuple[str, object]]:
 
     drafter.candidates = candidates
     yield "disagreeing", replies(Engine(model, drafter=drafter, slots=2))
+    erring = small_model(Erring() if group.rank else TorchOps(), group)
+    yield "choosing otherwise", replies(Engine(erring, slots=2))
+    with pytest.MonkeyPatch.context() as patch:  # a rank with less memory
+        patch.setattr(
+            "pipeline.decoder.engine.pages_that_fit", lambda *args, **kwargs: 20 - group.rank
+        )
+        yield "pages", Engine(model).pools.shared.pages
+    longer, shorter = (log_probabilities(model, PROMPT[:9], reply) for reply in (REPLY, REPLY[:3]))
+    yield "other tokens beside", (longer[:3], shorter)
     memory = open_batch(model, drafter, 1, 8, emitted=4)
     for name, agreeing in (("agreed", group), ("not agreed", None)):
         tree, _ = draft_tree(model.ops, drafter, *memory, TREE, agreeing)

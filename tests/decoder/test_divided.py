@@ -132,7 +132,11 @@ def test_faults_show(done: list[dict[str, Any]], targets: dict[str, Any]) -> Non
         for name, scores in faults.items():
             assert not (scores - expected).abs().max() < 0.01, name
     alone = replies(Engine(small_model(), slots=2))
-    assert all(rank["disagreeing"] == alone for rank in done)
+    assert all(rank["disagreeing"] == rank["choosing otherwise"] == alone for rank in done)
+    assert [rank["pages"] for rank in done] == [19, 19]
+    for rank in done:
+        if small_model().ops.name == "cpu":  # others do not promise it
+            assert torch.equal(*rank["other tokens beside"])
     first, second = done
     assert torch.equal(first["agreed tree"], second["agreed tree"])
     assert not torch.equal(first["not agreed tree"], second["not agreed tree"])

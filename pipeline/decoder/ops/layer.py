@@ -90,8 +90,8 @@ class LayerStack:
 
     @property
     def divided(self) -> bool:
-        """Whether a rank has slices of the layers."""
-        return any(layer.group is not None for layer in self.layers)
+        """Whether a rank has slices of the layers: of all, or of none."""
+        return self.layers[0].group is not None
 
 
 @dataclass(frozen=True, eq=False)
