@@ -293,7 +293,7 @@ class SynthSection(Section):
     min_new_tokens: int = Field(1, gt=0)
     """Samples with fewer supervised tokens are dropped."""
     temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
+    """0 is greedy; small models repeat themselves then (docs/synth.md#greedy-or-drawn)."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling mass."""
     top_k: int = Field(0, ge=0)

@@ -15,6 +15,11 @@ covers, measured on replies that had no part in choosing it:
     samples of up to 16 shards    0  1  2  3  4  5 …
     choose the V most frequent    ·     ·     ·        of the generated tokens
     cover                            ·     ·     ·     share of theirs that is among them
+
+And how much of the replies runs in loops, from which a head learns little:
+
+    generated     a b c d e f g h i j   a b c d e f g h i j   a b …
+    repeated                                            · ·   · ·     end nine that stood before
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.console import show_supervised
 from pipeline.records import (
@@ -112,7 +117,7 @@ class Audit(Record):
     template: dict[str, Any]
     target: TargetContract
     settings: dict[str, Any]  # the run's sampling section
-    forecast: dict[str, Any]  # tokens, bytes of states, coverage of draft vocabularies
+    forecast: dict[str, Any]  # tokens, bytes of states, coverage of draft vocabularies, loops
 
     def as_json(self) -> str:
         fields = self.model_dump(mode="json")
@@ -235,6 +240,10 @@ _SIZES = (4096, 8192, 16384, 32768, 65536)
 _ENCODINGS: tuple[Encoding, ...] = ("int8", "bf16")
 #: Shards that are read, evenly spaced: the datasheet of 100,000 may not take hours.
 _SHARDS = 16
+#: Tokens in a row that a sample says twice; fewer are style.
+_ROW = 9
+#: With more of the generated tokens repeated, a head of SmolLM2 accepted less (docs/log.md).
+MUCH_REPEATED = 0.15
 
 
 def forecast(
@@ -244,7 +253,8 @@ def forecast(
     filled = [shard for shard in shards if shard.rows]
     read = filled[:: -(-len(filled) // _SHARDS)]
     samples = chain.from_iterable(read_samples(location, shard) for shard in read)
-    chosen_from, covered = _halves(samples)
+    replies = _read_replies(samples)
+    chosen_from, covered = replies.chosen_from, replies.covered
     tokens = sum(shard.tokens for shard in filled)
     return {
         "tokens": tokens,
@@ -256,16 +266,37 @@ def forecast(
         "shards_read": len(read),
         "distinct_tokens": len({*chosen_from, *covered}),
         "coverage": _coverage(chosen_from, covered, contract.vocab_size),
+        "repeated_share": round(replies.repeated / (chosen_from.total() + covered.total()), 6),
     }
 
 
-def _halves(samples: Iterable[Sample]) -> tuple[Counter[int], Counter[int]]:
+class _Replies(NamedTuple):
     """How often each generated token occurs, in every other sample and in the others."""
-    halves: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+
+    chosen_from: Counter[int]
+    covered: Counter[int]
+    repeated: int  # generated tokens that end a row which has stood in their sample before
+
+
+def _read_replies(samples: Iterable[Sample]) -> _Replies:
+    halves, repeated = (Counter[int](), Counter[int]()), 0
     for number, sample in enumerate(samples):
+        repeated += _count_repeated(sample)
         for span in sample.supervised:
             halves[number % 2].update(sample.token_ids[span.start : span.end])
-    return halves
+    return _Replies(*halves, repeated)
+
+
+def _count_repeated(sample: Sample) -> int:
+    ids, generated = sample.token_ids, set[int]()
+    for span in sample.supervised:
+        generated.update(range(span.start, span.end))
+    seen, repeated = set[tuple[int, ...]](), 0
+    for end in range(_ROW, len(ids) + 1):
+        row = ids[end - _ROW : end]
+        repeated += row in seen and end - 1 in generated
+        seen.add(row)
+    return repeated
 
 
 def _coverage(

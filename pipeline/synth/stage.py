@@ -45,6 +45,7 @@ from pipeline.store.shards import SHARDS, read_entries, reading_tallies
 from pipeline.store.stage_run import Claims, StageRun, make_shards, open_stage
 from pipeline.synth.audit import (
     AUDIT,
+    MUCH_REPEATED,
     Tallies,
     add,
     audit_mask,
@@ -429,6 +430,7 @@ class RejectionLimit:
             )
 
 
+_LOOPS = "docs/synth.md#greedy-or-drawn"
 #: What the manifest and the audit repeat of the section.
 _SAMPLING = {
     "temperature",
@@ -497,6 +499,9 @@ def finish(
     made = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
     supervised = f"{details['supervised_share']:.0%} supervised"
     notice("synth", f"{made}, {supervised}; rejected: {reasons or 'none'}")
+    if (repeated := details["forecast"]["repeated_share"]) > MUCH_REPEATED:
+        teaches = "repeat what their sample has said, and teach a head little"
+        notice("synth", f"{repeated:.0%} of the generated tokens {teaches} ({_LOOPS})")
     notice("synth", f"datasheet: {stage_run.location.where(DATASHEET)}")
     return manifest
 

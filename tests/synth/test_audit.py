@@ -214,6 +214,7 @@ def audit_of(
         "template": {"kwargs": {}, "stop_ids": [1], "end_of_turn": 1},
         "forecast": {
             "coverage": {},
+            "repeated_share": 0,
             "tokens": 0,
             "supervised_tokens": 0,
             "states_bytes": {"int8": 0, "bf16": 0},

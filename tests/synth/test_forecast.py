@@ -73,6 +73,25 @@ def test_one_half_of_the_replies_chooses_and_the_other_is_covered(
     assert forecast(contract, location, [alone], supervised=2)["coverage"] == {}
 
 
+def test_replies_that_run_in_loops_are_counted(make_config: Configure, tmp_path: Path) -> None:
+    """Ten tokens three times: of the second ten the last two end nine known ones, then all ten."""
+    location, target = Location(str(tmp_path / "synth")), make_config().target
+    contract, ten = read_contract(target, resolve(target)), list(range(20, 30))
+
+    def share(*samples: Sample) -> float:
+        shard = stored(location, len(list(location.child(SHARDS).names())), list(samples))
+        said: float = forecast(contract, location, [shard], supervised=30)["repeated_share"]
+        return said
+
+    looping, other = sample(0, ten * 3), sample(1, [*ten, *range(40, 60)])
+    assert share(looping) == 12 / 30
+    assert share(looping, other) == 12 / 60, "what another sample has said does not count"
+    late = looping.model_copy(update={"supervised": (Span(start=26, end=31),)})
+    assert share(late) == 1, "of generated tokens, whoever said the first ones"
+    early = looping.model_copy(update={"supervised": (Span(start=1, end=19),)})
+    assert share(early) == 0, "what is read in the prompt's tokens is not counted"
+
+
 def test_few_of_many_shards_are_read(
     make_config: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +109,11 @@ def test_few_of_many_shards_are_read(
     assert said["tokens"] == 80, "of all shards"
 
 
-def test_audit_and_datasheet_have_the_forecast_and_the_mix(make_config: Configure) -> None:
+def test_audit_and_datasheet_have_the_forecast_and_the_mix(
+    make_config: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With rows of one token, which the tiny target repeats: it has no loops of nine."""
+    monkeypatch.setattr(module, "_ROW", 1)
     mix = [{"name": "bare"}, {"name": "kind", "system_prompt": "Be kind.", "share": 2}]
     config = make_config(mix=mix)
     manifest = run(config)
@@ -107,3 +130,7 @@ def test_audit_and_datasheet_have_the_forecast_and_the_mix(make_config: Configur
     counts = audit["forecast"]
     assert counts["supervised_tokens"] == audit["tokens"]["supervised"]
     assert f"{counts['tokens']:,} tokens, {counts['supervised_tokens']:,} of them" in sheet
+    assert 0.15 < counts["repeated_share"] < 1
+    assert f"{counts['repeated_share']:.1%} of the generated tokens end nine in a row" in sheet
+    warned = f"{counts['repeated_share']:.0%} of the generated tokens repeat"
+    assert warned in " ".join(capsys.readouterr().out.split())
