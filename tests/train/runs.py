@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import yaml
 
 from pipeline.config import RunConfig
 from pipeline.records import Manifest
 from pipeline.store.location import Location
 from pipeline.train.metrics import METRICS, VOLATILE
+from tests.forked import Command
 
 #: The fixtures `tiny_config` and `store_states`.
 Configure = Callable[..., RunConfig]
 Store = Callable[..., Manifest]
-
-TRAIN = """
-import json, sys
-from pipeline.config import parse
-from pipeline.train.stage import run
-run(parse(json.loads(sys.argv[1])))
-"""
 
 
 def lines_of(config: RunConfig) -> list[dict[str, float]]:
@@ -45,20 +37,32 @@ def head_of(config: RunConfig) -> Path:
     return Path(config.run.uri) / "train" / "head"
 
 
+def written(config: RunConfig) -> Path:
+    """The configuration as a file beside the run, or in its cache where that is remote."""
+    folder, name = str(config.run.cache_dir or Path(config.run.uri).parent), config.run.uri
+    file = Path(folder) / f"{name.rpartition('/')[2]}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tree = config.model_dump(mode="json", exclude_none=True)
+    file.write_text(yaml.safe_dump({**tree, "synth": None}))
+    return file
+
+
+def begin(config: RunConfig) -> tuple[Command, Path]:
+    """Training in a process of its own, and the file of what it prints."""
+    file = written(config)
+    printed = file.with_suffix(".printed")
+    return Command(["train", "-c", str(file)], printed), printed
+
+
 def kill_after(config: RunConfig, steps: int) -> None:
     """Start training and kill it, -9, once it has logged `steps` steps."""
-    tree = config.model_dump(mode="json", exclude_none=True)
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", TRAIN, json.dumps(tree)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    process, printed = begin(config)
     until = time.monotonic() + 120
     while len(lines_of(config)) < steps and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert process.poll() is None, process.communicate()[1]
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    assert process.poll() is None, printed.read_text()
+    process.kill()
+    process.wait()
 
 
 def stop_at(config: RunConfig, steps: int) -> None:

@@ -1,4 +1,7 @@
-"""Two processes of a real launcher over gloo against one process with the same global batch."""
+"""Several processes over gloo against one process with the same global batch.
+
+Some are started by a real launcher; the others are forks, which have imported everything.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from pipeline.config import RunConfig
 from pipeline.store.manifest import read_manifest
 from pipeline.store.states import StatesSample
 from pipeline.train.stage import run
-from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
+from tests.forked import group
+from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed, written
 
 SETTINGS = {
     "epochs": 8,
@@ -43,6 +46,11 @@ LAUNCHERS = {
 }
 
 
+def environment() -> dict[str, str]:
+    own = {"OMP_NUM_THREADS": "1"}
+    return own if torch.cuda.is_available() else {**own, "DS_ACCELERATOR": "cpu"}
+
+
 def start(
     config: RunConfig,
     processes: int,
@@ -51,20 +59,14 @@ def start(
     module: str = "pipeline.cli",
 ) -> subprocess.Popen[str]:
     """Training with `processes` processes of a launcher, all in a process group of their own."""
-    file = Path(f"{config.run.uri}.yaml")
-    tree = config.model_dump(mode="json", exclude_none=True)
-    file.write_text(yaml.safe_dump({**tree, "synth": None}))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     started_by = LAUNCHERS[launcher].format(processes=processes, port=port).split()
-    command = [sys.executable, "-m", *started_by, module, "train", "-c", str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        environment["DS_ACCELERATOR"] = "cpu"
+    command = [sys.executable, "-m", *started_by, module, "train", "-c", str(written(config))]
     return subprocess.Popen(
         command,
-        env=environment,
+        env={**os.environ, **environment()},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -72,11 +74,20 @@ def start(
     )
 
 
-def launch(config: RunConfig, processes: int, *, launcher: str = "torchrun") -> None:
+def launch(config: RunConfig, processes: int, *, launcher: str) -> None:
     """Train to the end."""
     process = start(config, processes, launcher=launcher)
     _, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors[-3000:]
+
+
+def fork(config: RunConfig, processes: int, *, code: int = 0) -> str:
+    """Train until all processes end, without a launcher; returns what they printed."""
+    printed, words = Path(f"{config.run.uri}.printed"), ["train", "-c", str(written(config))]
+    forked = group(words, processes, printed, environment=environment())
+    codes = [each.wait(timeout=180) for each in forked]
+    assert codes == [code] * processes, printed.read_text()[-3000:]
+    return printed.read_text()
 
 
 @pytest.mark.slow
@@ -85,8 +96,8 @@ def launch(config: RunConfig, processes: int, *, launcher: str = "torchrun") -> 
     [
         (2, 0, "float32", "deepspeed", "adamw"),
         (2, 0, "float32", "torchrun", "muon"),
-        (2, 1, "float32", "torchrun", "adamw"),
-        (4, 1, "bfloat16", "torchrun", "adamw"),
+        (2, 1, "float32", "", "adamw"),
+        (4, 1, "bfloat16", "", "adamw"),
     ],
 )
 def test_processes_follow_the_loss_curve_of_one(
@@ -105,7 +116,10 @@ def test_processes_follow_the_loss_curve_of_one(
     for config in (one, two):
         store_states(config)
     run(one)
-    launch(two, processes, launcher=launcher)
+    if launcher:
+        launch(two, processes, launcher=launcher)
+    else:
+        fork(two, processes)
     curves = [lines_of(config) for config in (one, two)]
     assert [line["step"] for line in curves[1]] == list(range(1, 9))
     assert curves[0][-1]["loss"] < curves[0][0]["loss"]
@@ -152,7 +166,7 @@ def test_one_two_and_one_processes_train_on_each_batch_once(
     run(config)
     alone = lines_of(config)
     stop_at(config, 3)
-    launch(config, 2)
+    fork(config, 2)
     stop_at(config, 6)
     run(config)
     lines = curves[stage] = lines_of(config)
@@ -180,10 +194,10 @@ def test_two_processes_continue_bit_for_bit(tiny_config: Configure, store_states
     }
     config = tiny_config("run", **settings, zero_stage=1)
     store_states(config)
-    launch(config, 2)
+    fork(config, 2)
     lines, head = lines_of(config), read_manifest(config.run.uri, "train").shards
     stop_at(config, 3)
-    launch(config, 2)
+    fork(config, 2)
     assert without_speed(lines_of(config)) == without_speed(lines)
     assert read_manifest(config.run.uri, "train").shards == head
 
@@ -254,9 +268,9 @@ def test_a_loss_that_is_not_finite_stops_all_with_its_samples(
     settings = {**SETTINGS, "batch_tokens": 30, "head": {"init_layer": "target_last"}}
     config = tiny_config("run", **settings, zero_stage=stage)
     store_states(config, samples)
-    _, errors = start(config, 2).communicate(timeout=120)
-    said = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(said) == 2 and said[0] == said[1], errors[-3000:]
+    printed = fork(config, 2, code=2)
+    said = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(said) == 2 and said[0] == said[1], printed[-3000:]
     assert "sample-3" in said[0] and "the loss is nan" in said[0]
 
 

@@ -36,6 +36,7 @@ from pipeline.store.verify import verify_run
 from pipeline.train import follow, loop
 from pipeline.train.plan import plan as plan_train
 from pipeline.train.stage import run as run_train
+from tests.forked import Command
 from tests.train.conftest import HEAD, SETTINGS, VOCAB, contract_of
 
 #: Samples, and those of a synth shard; a shard of states has three or four.
@@ -115,6 +116,8 @@ def beside(config: RunConfig, suffix: str) -> Path:
 def started(config: RunConfig, stage: str, *, tool: tuple[str, ...] = ()) -> Any:
     file = beside(config, "yaml")
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    if not tool:
+        return Command([stage, "-c", str(file)], beside(config, stage))
     words = [sys.executable, "-W", "ignore", *tool, "-m", "pipeline.cli", stage, "-c", str(file)]
     with open(beside(config, stage), "a") as out:
         return subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
@@ -124,7 +127,7 @@ def printed(config: RunConfig, stage: str) -> str:
     return beside(config, stage).read_text()
 
 
-def finish(config: RunConfig, *processes: subprocess.Popen[bytes]) -> None:
+def finish(config: RunConfig, *processes: Command) -> None:
     for process in processes:
         assert process.wait(timeout=180) == 0, [
             printed(config, stage) for stage in ("features", "train")
@@ -259,7 +262,7 @@ def test_kills_at_random_instants_lose_nothing(
     try:
         with Watched(killed) as watched:
             while any(process.poll() != 0 for process in processes.values()):
-                time.sleep(draw.uniform(0.0, 3.0))
+                time.sleep(draw.uniform(0.0, 1.0))
                 stage = draw.choice(list(kills))
                 if processes[stage].poll() is None and kills[stage] < most:
                     done = consumed_count(stage_location(killed.run.uri, "features"))

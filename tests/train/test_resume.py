@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from pipeline.config import RunConfig
 from pipeline.errors import CorruptShard
@@ -31,6 +28,7 @@ from pipeline.train.trainer import TrainingState
 from tests.train.runs import (
     Configure,
     Store,
+    begin,
     kill_after,
     lines_of,
     stop_at,
@@ -98,21 +96,12 @@ def test_a_node_dies_and_another_one_goes_on_from_the_bucket(
 
 def asked_to_end(config: RunConfig, *, after: int) -> tuple[int, str]:
     """Train, SIGTERM once so many steps are logged; returns the exit code and what was printed."""
-    file = Path(f"{config.run.uri}.yaml")
-    tree = config.model_dump(mode="json", exclude_none=True)
-    file.write_text(yaml.safe_dump({**tree, "synth": None}))
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "pipeline.cli", "train", "-c", str(file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process, printed = begin(config)
     until = time.monotonic() + 120
     while len(lines_of(config)) < after and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    out, errors = process.communicate(timeout=60)
-    return process.returncode, out + errors
+    return process.wait(timeout=60), printed.read_text()
 
 
 def test_sigterm_writes_a_checkpoint_and_nothing_is_lost(
