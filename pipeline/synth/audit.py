@@ -43,6 +43,7 @@ from pipeline.records import (
 from pipeline.store.encodings import Encoding, row_width
 from pipeline.store.location import Location
 from pipeline.store.samples import check_supervised, read_samples
+from pipeline.synth.filters import repeated_rows
 
 AUDIT = "audit.json"
 SCHEMA_VERSION = 2
@@ -291,12 +292,7 @@ def _count_repeated(sample: Sample) -> int:
     ids, generated = sample.token_ids, set[int]()
     for span in sample.supervised:
         generated.update(range(span.start, span.end))
-    seen, repeated = set[tuple[int, ...]](), 0
-    for end in range(_ROW, len(ids) + 1):
-        row = ids[end - _ROW : end]
-        repeated += row in seen and end - 1 in generated
-        seen.add(row)
-    return repeated
+    return sum(start + _ROW - 1 in generated for start in repeated_rows(ids, _ROW))
 
 
 def _coverage(

@@ -261,14 +261,20 @@ def repeated_share(text: str) -> float:
                       └ seen before ┘
     """
     words = text.split()
-    seen: set[tuple[str, ...]] = set()
     repeated = [False] * len(words)
-    for start in range(len(words) - _REPEATED_WORDS + 1):
-        row = tuple(words[start : start + _REPEATED_WORDS])
-        if row in seen:
-            repeated[start : start + _REPEATED_WORDS] = [True] * _REPEATED_WORDS
-        seen.add(row)
+    for start in repeated_rows(words, _REPEATED_WORDS):
+        repeated[start : start + _REPEATED_WORDS] = [True] * _REPEATED_WORDS
     return sum(repeated) / len(words) if words else 0.0
+
+
+def repeated_rows(items: Sequence[str] | Sequence[int], length: int) -> Iterator[int]:
+    """Where rows of so many items begin that have come before."""
+    seen: set[tuple[object, ...]] = set()
+    for start in range(len(items) - length + 1):
+        row = tuple(items[start : start + length])
+        if row in seen:
+            yield start
+        seen.add(row)
 
 
 def language(codes: Sequence[str]) -> Callable[[Prompt], str | None]:

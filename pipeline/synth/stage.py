@@ -430,7 +430,6 @@ class RejectionLimit:
             )
 
 
-_LOOPS = "docs/synth.md#greedy-or-drawn"
 #: What the manifest and the audit repeat of the section.
 _SAMPLING = {
     "temperature",
@@ -500,8 +499,9 @@ def finish(
     supervised = f"{details['supervised_share']:.0%} supervised"
     notice("synth", f"{made}, {supervised}; rejected: {reasons or 'none'}")
     if (repeated := details["forecast"]["repeated_share"]) > MUCH_REPEATED:
-        teaches = "repeat what their sample has said, and teach a head little"
-        notice("synth", f"{repeated:.0%} of the generated tokens {teaches} ({_LOOPS})")
+        teach = "repeat what their sample has said, and teach a head little"
+        where = "docs/synth.md#greedy-or-drawn"
+        notice("synth", f"{repeated:.0%} of the generated tokens {teach} ({where})")
     notice("synth", f"datasheet: {stage_run.location.where(DATASHEET)}")
     return manifest
 
