@@ -80,6 +80,23 @@ def test_loss_and_gradients_equal_autograd(
     assert hits.tolist() == (logits.argmax(-1) == given.draft_ids).sum(1).tolist()
 
 
+def test_without_labels_nothing_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **kw: torch.full_like(args[0], torch.nan, **kw)
+    )
+    given = example()
+    none = given._replace(
+        states=given.states[:, :0],
+        teacher_states=given.teacher_states[:0],
+        scales=given.scales[:, :0],
+        draft_ids=given.draft_ids[:, :0],
+    )
+    value, hits = none.apply("cross_entropy")
+    value.backward()  # type: ignore[no-untyped-call]
+    assert float(value.detach()) == 0 and hits.tolist() == [0] * K
+    assert given.weight.grad is not None and given.weight.grad.tolist() == [[0.0] * H] * VD
+
+
 def test_losses_of_a_perfect_head() -> None:
     given = example()
     whole = given._replace(lm_head=given.weight, columns=torch.arange(VD))
