@@ -90,7 +90,7 @@ class OutputLoss(torch.autograd.Function):
         total = scales.new_zeros(())
         hits = torch.zeros(steps, dtype=torch.int64, device=states.device)
         states_grad = torch.empty_like(states) if needs_states else None
-        weight_grad = torch.empty_like(weight, dtype=scales.dtype) if needs_weight else None
+        weight_grad = torch.zeros_like(weight, dtype=scales.dtype) if needs_weight else None
         ctx.weight_dtype, weight = weight.dtype, weight.to(states.dtype)
         compare, most = _comparison(scales), _chunk_logits(states)
         size = max(1, min(labels, most // max(steps * len(weight), len(teacher.rows))))
@@ -113,13 +113,7 @@ class OutputLoss(torch.autograd.Function):
             if states_grad is not None:
                 states_grad[:, chunk] = (logits @ weight).view(steps, -1, x.shape[1])
             if weight_grad is not None and product is not None:
-                torch.mm(logits.T, x, out=product)
-                if start:
-                    _add_rows(weight_grad, product)
-                else:
-                    weight_grad.copy_(product)
-        if weight_grad is not None and not labels:
-            weight_grad.zero_()
+                _add_rows(weight_grad, torch.mm(logits.T, x, out=product))
         ctx.grads = states_grad, weight_grad
         ctx.mark_non_differentiable(hits)
         return total, hits
@@ -208,14 +202,14 @@ def _divergence(
 ) -> tuple[Tensor, Tensor]:
     """Divergence [K, b] of softmax(z [K, b, Vd]) from p [b, Vd], and its gradient by z [K, b, Vd].
 
-    best [K, b] is z's maximum; z and overlap [K, b] are overwritten.
+    best [K, b] is z's maximum, overlap [K, b] is overwritten.
     """
     q = torch.softmax(z, dim=-1)
     if overlap is not None:
         overlap.copy_(torch.minimum(p, q).sum(-1))
     # log Σ exp z, from the largest logit and its probability
     normaliser = best - q.amax(-1).log()
-    divergence = normaliser - z.mul_(p).sum(-1)
+    divergence = normaliser - (z * p).sum(-1)
     if loss == "kl":
         divergence = divergence + torch.xlogy(p, p).sum(-1)
     if loss != "ce_tv":

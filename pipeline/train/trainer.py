@@ -100,9 +100,6 @@ class Trainer:
             self._engine, self._optimizer, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=_settings(section)
             )
-        if self.world == 1 and not section.zero_stage:
-            # For a group of one it would copy all gradients into one tensor, and back.
-            self._engine.enable_backward_allreduce = False
         self._state = OptimizerState(self._optimizer, section.zero_stage)
 
     def step(
