@@ -5,8 +5,8 @@
 
 Intervals draw *prompts* with replacement, not requests: the turns of a prompt, or its replies at
 several temperatures, are alike, and counting them as independent would make intervals too small.
-The draws are the same in every call with as many prompts, so that figures of the same prompts can
-be compared draw by draw.
+The draws are the same in every call with the same prompts, in whatever order their replies came
+in, so that figures of the same prompts can be compared draw by draw.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def acceptance_figures(
 
 def drawn_sums(rows: _Floats, prompts: Sequence[str]) -> _Floats:
     """Sums of `rows` [R, C] over all requests, and below over draws of prompts: [1 + DRAWS, C]."""
-    names = list(dict.fromkeys(prompts))
+    names = sorted(set(prompts))
     place = {name: index for index, name in enumerate(names)}
     by_prompt = np.zeros((len(names), rows.shape[1]))
     np.add.at(by_prompt, [place[name] for name in prompts], rows)

@@ -48,6 +48,16 @@ def test_turns_of_a_prompt_are_drawn_together() -> None:
     assert threefold.acceptance_length == single.acceptance_length
 
 
+def test_the_order_in_which_replies_come_in_changes_nothing() -> None:
+    """A server's requests end in any order, and are compared with the decoder's of the report."""
+    random = np.random.default_rng(3)
+    replies = [(counted(*random.integers(0, 4, size=9).tolist()), f"s/{n % 7}") for n in range(14)]
+    first = acceptance_figures(*zip(*replies, strict=True))
+    for _ in range(20):
+        random.shuffle(replies)
+        assert acceptance_figures(*zip(*replies, strict=True)) == first
+
+
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     """95 % intervals of 200 sets of 40 prompts whose τ is 1.9 by construction."""
     random, inside = np.random.default_rng(2), 0
