@@ -61,7 +61,7 @@ class DraftWork(NamedTuple):
     entry: int  # numbers in the keys and values of one token
     queries: int  # numbers in its queries
     dtype: torch.dtype
-    weight_bytes: int | None = None  # of a parameter; None: as the type's
+    weight_bytes: float  # of a parameter, as it is held
     window: int = 0  # entries that queries see, about; 0: all
 
 

@@ -36,7 +36,7 @@ from pipeline.decoder.graphs import CaptureStream
 from pipeline.decoder.kv import Planes, Pools, on_gpu, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
-from pipeline.decoder.ops.layer import Float8Rows, Packed
+from pipeline.decoder.ops.layer import Packed, packed_bytes
 from pipeline.decoder.ops.parallel import VocabularySlice
 from pipeline.decoder.ops.tree import WINDOW, Tree, root_only
 from pipeline.decoder.round import count_proposed, verify_forward
@@ -422,7 +422,7 @@ def floor_seconds(model: DecoderModel, tokens: int, roofline: Roofline) -> float
 
 def model_bytes(model: DecoderModel) -> float:
     """What a forward reads of the target's weights: every matrix once, a tied lm_head included."""
-    return sum(map(_packed_bytes, _matrices(model)))
+    return sum(map(packed_bytes, _matrices(model)))
 
 
 def layer_parameters(model: DecoderModel) -> int:
@@ -452,11 +452,6 @@ def _matrices(model: DecoderModel) -> Iterator[Packed]:
     yield model.lm_head.rows if isinstance(model.lm_head, VocabularySlice) else model.lm_head
 
 
-def _packed_bytes(weight: Packed) -> int:
-    held = weight.values if isinstance(weight, Float8Rows) else weight.data
-    return int(held.nbytes)
-
-
 def draft_floor_seconds(work: DraftWork, roofline: Roofline) -> float:
     """T_draft: one step."""
     return _head_seconds(work, work.step, work.beams, roofline)
@@ -476,7 +471,7 @@ def _head_seconds(
         tokens,
         entry=work.entry,
         queries=work.queries,
-        stored=work.weight_bytes or work.dtype.itemsize,
+        stored=work.weight_bytes,
         dtype=work.dtype,
     )
 

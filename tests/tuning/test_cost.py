@@ -13,6 +13,7 @@ from bench.random_target import random_head, random_model
 from pipeline.config import TreeSection
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.parallel import TensorGroup
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.tuning.cost import (
     CostMeter,
@@ -120,22 +121,33 @@ def test_what_a_window_hides_is_neither_read_nor_met(
             assert seen < seconds(work._replace(window=300), roofline) == seconds(work, roofline)
 
 
-def test_floors_of_the_head(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
-    _, drafter = drafting
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 2), (3, 1)])
+def test_floors_of_the_head(
+    drafting: tuple[DecoderModel, Eagle3Drafter],
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    parts: int,
+) -> None:
+    """Of what a rank has: half of the layer and of lm_head, or all where heads do not divide."""
+    model, _ = drafting
+    monkeypatch.setattr(model, "group", TensorGroup(0, ranks) if ranks > 1 else None)
+    head = random_head(model.config, torch.arange(500), intermediate_size=384, heads=4)
+    drafter = Eagle3Drafter(head, model, SHAPE)
     step = drafter.work(TreeSection(top_k=4, steps=1))
     extension = drafter.work(TreeSection(top_k=1, steps=3))
     slow_memory = Roofline(1e6, 1e30, rows=2, context=100)
     slow_arithmetic = Roofline(1e30, 1e6, rows=2, context=100)
     # q, k and v have four heads of 32 and read 512 numbers; lm_head is 500 x 256, fc 256 x 768.
     layer, lm_head, fc = 3 * 512 * 128 + 128 * 256 + 3 * 256 * 384, 500 * 256, 256 * 768
-    entries = 2 * (100 + 4) * 2 * 128
+    layer, lm_head, queries = layer // parts, lm_head // parts, 128 // parts
+    entries = 2 * (100 + 4) * 2 * queries
     numbers = layer + lm_head + entries
     assert draft_floor_seconds(step, slow_memory) == pytest.approx(4 * numbers / 1e6)
-    operations = 2 * (4 * 2 * (layer + lm_head) + 4 * 4 * 100 * 128)
+    operations = 2 * (4 * 2 * (layer + lm_head) + 4 * 4 * 100 * queries)
     assert draft_floor_seconds(step, slow_arithmetic) == pytest.approx(operations / 1e6)
     # Three steps: four tokens are read, one proposes.
     assert extend_floor_seconds(extension, slow_memory) == pytest.approx(4 * (numbers + fc) / 1e6)
-    operations = 2 * (4 * 2 * (layer + fc) + 2 * lm_head + 4 * 4 * 100 * 128)
+    operations = 2 * (4 * 2 * (layer + fc) + 2 * lm_head + 4 * 4 * 100 * queries)
     assert extend_floor_seconds(extension, slow_arithmetic) == pytest.approx(operations / 1e6)
 
 

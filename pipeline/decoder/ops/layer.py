@@ -18,6 +18,12 @@ PAGE = 64
 Packed: TypeAlias = Any
 
 
+def packed_bytes(weight: Packed) -> int:
+    """What `linear` reads of a matrix."""
+    held = weight.values if isinstance(weight, Float8Rows) else weight.data
+    return int(held.nbytes)
+
+
 @dataclass(frozen=True, eq=False)
 class Float8Rows:
     """A weight [out, in] in float8 (e4m3), each row times its scale.

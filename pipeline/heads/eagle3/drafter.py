@@ -33,7 +33,7 @@ from pipeline.decoder.drafter import (
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, pack_lm_head, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead
-from pipeline.decoder.ops.layer import AttentionMetadata, Float8Rows, LayerStack, Packed
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, Packed, packed_bytes
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import HeadError
 from pipeline.heads.eagle3.shape import Eagle3Head, has_other_window
@@ -107,14 +107,15 @@ class Eagle3Drafter(TreeDrafter):
 
     def work(self, shape: TreeSection) -> DraftWork:
         """A step passes the layer and lm_head; an extension `fc` and the layer for steps + 1
-        tokens, and lm_head for the last one."""
+        tokens, and lm_head for the last one. Of a head that is divided, this rank's part."""
         size, beams, accepted = self.shape, shape.top_k, shape.steps + 1
-        queries = size.num_attention_heads * size.head_dim
-        entry = 2 * size.num_key_value_heads * size.head_dim
+        part, group = self._division.part, self._division.group
+        queries, entry = part.queries * part.head_dim, 2 * part.groups * part.head_dim
         count, read = size.num_hidden_layers, size.aux_layers * size.target_width
-        layer = size.hidden_size * (3 * queries + 2 * entry + 3 * size.intermediate_size)
+        layer = size.hidden_size * (3 * queries + 2 * entry + 3 * part.inner)
         layer += (count - 1) * (layer - size.hidden_size * (queries + entry))
-        lm_head, fc = size.draft_vocab_size * size.hidden_size, read * size.hidden_size
+        tokens = -(-size.draft_vocab_size // (group.size if group else 1))
+        lm_head, fc = tokens * size.hidden_size, read * size.hidden_size
         return DraftWork(
             step=[(layer, beams), (lm_head, beams)],
             extension=[(layer + fc, accepted), (lm_head, 1)],
@@ -123,7 +124,7 @@ class Eagle3Drafter(TreeDrafter):
             entry=count * entry,
             queries=count * queries,
             dtype=self.dtype,
-            weight_bytes=1 if isinstance(self._fc, Float8Rows) else None,
+            weight_bytes=packed_bytes(self._fc) / fc,
             window=size.sliding_window or size.draft_window,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -114,6 +115,9 @@ def linear(backend: Backend, rows: int, inputs: int, outputs: int, stored: torch
     assert torch.equal(ops.linear(x, ops.pack(weight.float()), bias), y)
     if not backend.bits_alone:
         return
+    wider = F.pad(weight.float(), (0, 0, 0, 1), value=1 / 3)  # which only float32 holds
+    longer = None if bias is None else F.pad(bias, (0, 1))
+    assert torch.equal(ops.linear(x, ops.pack(wider), longer)[:, :outputs], y)
     for size in {1, 2, 5, 16, 31} & set(range(rows)):
         pieces = [ops.linear(part, packed, bias) for part in torch.split(x, size)]
         assert torch.equal(torch.cat(pieces), y), size

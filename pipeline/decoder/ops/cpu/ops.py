@@ -70,6 +70,12 @@ def _attempt(level: str | None, dtype: torch.dtype) -> tuple[CpuOps | None, str]
         return None, str(reason)
 
 
+def _fits_bfloat16(weight: Tensor) -> bool:
+    """Whether nothing of a weight is lost in bfloat16, as of a head, which is stored so."""
+    parts = weight[:8], weight  # the first rows tell most
+    return all(torch.equal(part.bfloat16().to(part.dtype), part) for part in parts)
+
+
 class CpuOps(TorchOps):
     """Kernels of one level for activations of one type."""
 
@@ -94,10 +100,8 @@ class CpuOps(TorchOps):
 
     def pack(self, weight: Tensor) -> Weight:
         """A weight [out, in] in panels of 32 outputs. The original is not needed any more."""
-        if self.dtype is torch.bfloat16:
-            weight = weight.to(torch.bfloat16)
-        elif weight.dtype is not torch.bfloat16:  # float16 is not a part of bfloat16
-            weight = weight.to(torch.float32)
+        narrow = self.dtype is torch.bfloat16 or _fits_bfloat16(weight)
+        weight = weight.to(torch.bfloat16 if narrow else torch.float32)
         weight, wide = weight.contiguous(), int(weight.dtype is torch.float32)
         outputs, inputs = weight.shape
         size = self._library.eagle3_packed_size(outputs, inputs, wide)

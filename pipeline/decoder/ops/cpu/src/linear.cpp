@@ -17,7 +17,8 @@
 //
 // With few rows the product costs what reading the weights costs, so each thread reads one
 // contiguous run of panels and asks for the next panel while it works on this one. With many rows,
-// a chunk of them stays in the cache while all panels pass by.
+// a chunk of them stays in the cache while all panels pass by; where products are in float32, a
+// panel of bf16 is widened for the chunk once, not for every pass.
 #include "amx.h"
 #include "kernels.h"
 
@@ -33,6 +34,7 @@ constexpr int64_t kLine = 64, kSets = 64, kWays = 8;  // of the L1 cache
 constexpr int64_t kChunkBytes = 384 * 1024;  // rows of x that stay in the L2 cache beside a panel
 constexpr int64_t kSerialWork = 1 << 15;     // multiplications for which one thread is enough
 constexpr int64_t kStreams = 4;              // of prefetching
+constexpr int64_t kWidened = 4;              // passes for which a panel of bf16 is widened first
 #ifdef __AVX512F__
 constexpr int kRows = kTiles ? 32 : 12;  // rows that a pass keeps in registers,
 constexpr int kWideRows = 12;            // and both halves of a panel with them
@@ -42,10 +44,10 @@ constexpr int kRows = 6, kWideRows = 2;
 
 struct Product {
     const Element* x;    // [rows][stride], as it is multiplied
-    const char* weight;  // packed
+    const char* weight;  // packed, from `first_panel` on
     const Act* bias;     // [out] or null
     Act* y;              // [rows, out]
-    int64_t rows, out, steps, stride;
+    int64_t rows, out, steps, stride, first_panel = 0;
     int64_t panels() const { return (out + kPanel - 1) / kPanel; }
     int64_t passes() const { return (rows + kRows - 1) / kRows; }
     // Passes are of nearly equal height, those of tiles are full.
@@ -110,7 +112,7 @@ inline void multiply_step(F16 (&acc)[Halves][Rows], const char* weight, const fl
 template <int Rows, int Halves, bool Wide>
 void multiply(const Product& p, int64_t row, int64_t panel, int64_t half, const char* ahead,
               int lines) {
-    const char* weight = p.weight + (panel * p.steps * 2 + half) * 64;
+    const char* weight = p.weight + ((panel - p.first_panel) * p.steps * 2 + half) * 64;
     const Element* x = p.x + row * p.stride;
     F16 acc[Halves][Rows];
 #pragma GCC unroll 2
@@ -168,6 +170,22 @@ void multiply_passes(const Product& p, bool wide, int64_t begin, int64_t end, in
             else if (end - begin == 1) run(p, row, panel, half, ahead, 2);
             else run(p, row, panel, half, ahead + (pass - begin) * distance, 1);
         }
+}
+
+// The same times a panel of bf16 that is widened first: the numbers of a pair become two steps.
+void multiply_widened(Product p, int64_t begin, int64_t end, int64_t panel) {
+    static thread_local std::vector<float> widened;
+    const auto* words = reinterpret_cast<const uint32_t*>(p.weight) + panel * p.steps * kPanel;
+    widened.resize(2 * p.steps * kPanel);
+    for (int64_t k = 0; k < p.steps; ++k)
+        for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+            const Pairs pairs = load_pairs(words + k * kPanel + lane);
+            store(&widened[2 * k * kPanel + lane], first(pairs));
+            store(&widened[(2 * k + 1) * kPanel + lane], second(pairs));
+        }
+    p.weight = reinterpret_cast<const char*>(widened.data());
+    p.first_panel = panel, p.steps *= 2;
+    multiply_passes(p, true, begin, end, panel, nullptr);
 }
 
 // The panel that a thread begins with, where all rows are one chunk.
@@ -276,6 +294,8 @@ void eagle3_linear(const Act* x, const Matrix* matrix, const Act* bias, Act* y, 
                                p.weight + panel * p.steps * kStep, p.steps, bias, y,
                                p.first_row(begin), p.first_row(end), rows, panel * kPanel, out,
                                ahead);
+            else if (!kDots && !wide && end - begin >= kWidened)
+                multiply_widened(p, begin, end, panel);
             else
                 multiply_passes(p, wide, begin, end, panel, ahead);
         }
