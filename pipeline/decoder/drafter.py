@@ -148,8 +148,9 @@ class TreeDrafter:
 
 
 def copy_weights(source: Drafter, into: Drafter) -> None:
-    """Overwrite a drafter's weights with those of one of the same shape: graphs that were captured
-    with it draft with them from then on. No request may be running."""
+    """Overwrite a drafter's weights with those of one of the same shape, which are held in the same
+    types: graphs that were captured with it draft with them from then on. No request may be
+    running."""
     pairs = zip(_tensors(vars(source)), _tensors(vars(into)), strict=True)
     with torch.no_grad():
         for theirs, ours in pairs:

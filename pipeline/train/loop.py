@@ -527,15 +527,16 @@ class Evaluator:
         return self._decode(self._selecting, weights)
 
     def report(self, weights: Mapping[str, Tensor]) -> Decoded:
-        """Decode the reporting half with these weights as a head's directory stores them."""
+        """Decode the reporting half."""
+        return self._decode(self._reporting, weights)
+
+    def _decode(self, requests: Sequence[Request], weights: Mapping[str, Tensor]) -> Decoded:
+        """With the weights as a head's directory stores them."""
         stored = {
             name: tensor.bfloat16() if tensor.is_floating_point() else tensor
             for name, tensor in weights.items()
         }
-        return self._decode(self._reporting, stored)
-
-    def _decode(self, requests: Sequence[Request], weights: Mapping[str, Tensor]) -> Decoded:
-        self._head.load_state_dict(weights)
+        self._head.load_state_dict(stored)
         drafting = algorithm_of(self._head).drafting
         drafter = drafting.make_drafter(self._head, self._model, self._tree)
         if self._engine is None:

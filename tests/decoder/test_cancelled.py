@@ -34,7 +34,7 @@ REQUESTS = [
     Request(str(index), tuple(random_tokens(1 + 12 * index % 61, index).tolist()), limit, (5,))
     for index, limit in enumerate((1, 40, 7, 23, 12, 2, 31, 17))
 ]
-ORDERS = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True)
+ORDERS = settings(max_examples=30, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 class Churn(RuleBasedStateMachine):

@@ -64,6 +64,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "ARCHITECTURES", tiny)
     monkeypatch.setattr(cases, "WIDE", (64, 2048))
     monkeypatch.setattr(cases, "RAGGED", (300, 3, 40, 1))
+    monkeypatch.setattr(cases, "BATCHES", (3,))
     monkeypatch.setattr(cases, "LENGTH", 256)
     monkeypatch.setattr(cases, "LONGEST", 4096)
     monkeypatch.setattr(cases, "PROMPTS", (300, 5))
@@ -78,7 +79,7 @@ def test_a_sound_decoder_passes() -> None:
     assert list(cases.checks(CPU)) == NAMES
     results = perform(*NAMES)
     assert [name for name, result in results.items() if not result["passed"]] == []
-    assert results["greedy, llama, tree"]["tokens"] > 500
+    assert results["greedy, llama, tree"]["tokens"] > 200
 
 
 def test_a_lossy_verification_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
