@@ -58,7 +58,7 @@ test-gemma: $(READY) ## The line over Gemma 3 270M, a base model of 253 MB under
 	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gemma tests/gemma $(ARGS)
 
 test-engines: $(READY) ## A real vLLM, SGLang, llama.cpp and OpenVINO (in .venvs/) run heads, right ones and planted faults
-	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
+	@OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
 
 check: $(READY) ## Lint, format, types and import directions; seconds, no model
 	@$(BIN)/ruff check .
@@ -121,7 +121,8 @@ $(READY): pyproject.toml constraints.txt requirements-demo.txt Makefile
 	@touch $@
 
 # Two workers with one thread each; a file's tests stay on one of them, and so do its fixtures.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+# Threads that wait for each other sleep: processes of tests have more of them than there are cores.
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 # The benchmarks and the GPU check need torch, triton and transformers only: a GPU machine's own Python will do.
 ANY_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON),python3)
