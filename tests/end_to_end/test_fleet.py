@@ -98,7 +98,7 @@ def run_fleet(file: Path, uri: str, workers: int, slow: float, how: str) -> dict
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "workers"), [("claims", "local", 4), ("claims", "gs", 4), ("parts", "gs", 2)]
+    ("how", "kind", "workers"), [("claims", "local", 8), ("claims", "gs", 4), ("parts", "gs", 2)]
 )
 def test_killed_processes_leave_what_one_undisturbed_process_makes(
     how: str,

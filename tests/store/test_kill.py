@@ -1,4 +1,4 @@
-"""kill -9 at random instants of write and commit; the next run ends with the same bytes.
+"""kill -9 at fifty random instants of write and commit; the next run ends with the same bytes.
 
 One warmed interpreter forks a process for each attempt, so that an attempt costs no imports.
 """
@@ -23,7 +23,7 @@ from pipeline.store.shards import committed, read_committed
 from pipeline.store.verify import verify_run
 from tests.shard_files import stored_path
 
-KILLS = 25
+KILLS = 50
 
 FORKING = """
 import os, sys
@@ -88,7 +88,7 @@ def forking() -> Iterator[Forking]:
     forking.close()
 
 
-def test_many_kills_and_the_same_bytes(tmp_path: Path, forking: Forking) -> None:
+def test_fifty_kills_and_the_same_bytes(tmp_path: Path, forking: Forking) -> None:
     forking.run(tmp_path / "warm-up")
     began = time.monotonic()
     assert forking.run(tmp_path / "whole")

@@ -232,7 +232,7 @@ def test_no_more_shards_than_that_at_any_time_and_each_batch_once(ready: Ready) 
 
 
 @pytest.mark.parametrize(
-    ("place", "keep", "most"), [("disk", 99, 2), ("mount", 4, 2), ("bucket", 4, 2)]
+    ("place", "keep", "most"), [("disk", 99, 2), ("mount", 4, 2), ("bucket", 4, 4)]
 )
 def test_kills_at_random_instants_lose_nothing(
     ready: Ready, place: str, keep: int, most: int, request: pytest.FixtureRequest, tmp_path: Path
