@@ -33,6 +33,7 @@ from pipeline.decoder.round import draft_tree
 from pipeline.tuning.cost import open_batch
 from pipeline.tuning.verification import log_probabilities
 from tests.decoder.random_drafters import DRAFTERS, every_drafter
+from tests.interpreter import remember
 
 CPU = torch.device("cpu")
 TREE = TreeSection(top_k=2, steps=3, nodes=6)
@@ -246,6 +247,7 @@ def be_rank(rank: int, size: int, folder: Path) -> None:
 def main(size: int, folder: Path) -> int:
     """How many have failed."""
     torch.set_num_threads(1)
+    remember()
     started = []
     for rank in range(size):
         if (pid := os.fork()) == 0:

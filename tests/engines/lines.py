@@ -11,8 +11,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from pipeline.api import run
@@ -48,9 +48,9 @@ class Drafter:
     drafter: tuple[str, ...] = ()  # of evaluation, where it is not the EAGLE-3 head's
 
     @property
-    def evaluation(self) -> list[str]:
-        """Settings of its report."""
-        return [
+    def evaluation(self) -> tuple[str, ...]:
+        """Settings of its reports."""
+        return (
             "run.threads=1",
             f"eval.tree={self.tree}",
             f"eval.shapes={self.shapes}",
@@ -58,7 +58,7 @@ class Drafter:
             "eval.drafter.lookup=null",
             *self.drafter,
             *(each for each in self.training if each.startswith("target.")),
-        ]
+        )
 
 
 _TREE, _CHAINS = "{top_k: 4, steps: 4, nodes: 8}", "{top_k: 1, steps: 7, nodes: 8}"
@@ -95,23 +95,32 @@ class Line:
 
     target: Path  # a directory that engines open
     head: Path
-    reports: dict[str, EvalReport]  # by the decoder's dtype
+    evaluation: tuple[str, ...]  # settings of its reports
+
+    def report_in(self, dtype: str) -> EvalReport:
+        """With the decoder in that type; minutes on a CPU, so each is made when it is asked for."""
+        return _report(self.head, dtype, self.evaluation)
 
     @property
     def report(self) -> EvalReport:
         """In fp32."""
-        return self.reports["float32"]
+        return self.report_in("float32")
+
+    @property
+    def reports(self) -> dict[str, EvalReport]:
+        """By the decoder's dtype."""
+        return {dtype: self.report_in(dtype) for dtype in ("float32", "bfloat16")}
 
     def held_against(
         self, server: EngineServer, *, dtype: str = "float32", **section: object
     ) -> tuple[SeenServer, list[ServerFinding]]:
         """What check-serving finds, with the report in that type."""
         given = LiveServerSection.model_validate({"url": server.url, **section})
-        return compare_golden(self.reports[dtype], given, where="the report")
+        return compare_golden(self.report_in(dtype), given, where="the report")
 
 
 def make_line(drafter: Drafter = EAGLE3) -> Line:
-    """Runs what is not there yet."""
+    """Trains what is not there yet."""
     head = os.environ.get("EAGLE3_HEAD") if drafter in (EAGLE3, LOOKUP) else None
     target = open_target(load(DEMO).target).directory
     if drafter is WINDOW:
@@ -121,9 +130,7 @@ def make_line(drafter: Drafter = EAGLE3) -> Line:
         settings = [f"run.uri={uri}", *_TRAINING, *drafter.training]
         run(load(DEMO, settings), "synth", "features", "train")
         head = str(uri / "train/head")
-    evaluation = drafter.evaluation
-    reports = {dtype: _report(head, dtype, evaluation) for dtype in ("float32", "bfloat16")}
-    return Line(target, Path(head), reports)
+    return Line(target, Path(head), drafter.evaluation)
 
 
 def _with_window(head: Path, target: Path, folder: Path) -> Path:
@@ -140,10 +147,11 @@ def _with_window(head: Path, target: Path, folder: Path) -> Path:
     return own
 
 
-def _report(head: str, dtype: str, evaluation: Sequence[str]) -> EvalReport:
+@cache
+def _report(head: Path, dtype: str, evaluation: tuple[str, ...]) -> EvalReport:
     # A head has one report of a kind here: other weights, place or settings, another directory.
     settings = [f"target.dtype={dtype}", f"eval.head={head}", *evaluation]
-    weights = [_digest(Path(head) / name) for name in ("model.safetensors", "config.json")]
+    weights = [_digest(head / name) for name in ("model.safetensors", "config.json")]
     where = FOLDER / f"{dtype}-{hashlib.sha256(repr((weights, settings)).encode()).hexdigest()[:8]}"
     run(load(DEMO, [f"run.uri={where}", *settings]), "eval")
     return EvalReport.parse((where / "eval" / REPORT).read_bytes(), where=REPORT, fix="")

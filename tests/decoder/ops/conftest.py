@@ -3,10 +3,6 @@
 Whether kernels are interpreted is settled when Triton is first imported, and other tests, or
 transformers, have imported it by now. So without a GPU the tests of each `test_triton*.py` run in
 one process of their own, and each reports here what became of it there.
-
-The interpreter patches the language before a launch, and again, attribute by attribute, before each
-call from one kernel's function to another's, which took most of its time. Here a launch patches a
-module once.
 """
 
 from __future__ import annotations
@@ -15,52 +11,23 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
-import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
-from triton.runtime import interpreter  # type: ignore[import-untyped]
 
 from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.ops.triton.launch import INTERPRETED
+from tests.interpreter import remember
 
 _ROOT = Path(__file__).resolve().parents[3]
 _OUTCOMES = pytest.StashKey[dict[Path, dict[str, str | None]]]()
 
-
-def _patch_once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """As `patch_language`, which nothing takes back but the end of a launch."""
-    patched: set[frozenset[str]] = set()
-
-    class Scope(interpreter._LangPatchScope):  # type: ignore[misc]
-        def restore(self) -> None:
-            super().restore()
-            patched.clear()
-
-    @cache
-    def languages(function: Any) -> frozenset[str]:
-        named = function.__globals__.values()
-        return frozenset(each.__name__ for each in named if each is tl or each is tl.core)
-
-    def patch(function: Any) -> Any:
-        if (names := languages(function)) in patched:
-            return Scope()
-        patched.add(names)
-        return patch_language(function)
-
-    interpreter._LangPatchScope = Scope
-    return patch
-
-
-if INTERPRETED and hasattr(interpreter, "_LangPatchScope"):  # of triton 3.6 and 3.7
-    interpreter._patch_lang = _patch_once(interpreter._patch_lang)
+remember()
 
 
 def attention_metadata(

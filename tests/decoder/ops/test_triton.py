@@ -95,6 +95,20 @@ def test_a_kernel_refuses_a_view_whose_strides_it_does_not_know(backend: Backend
         backend.ops.add_rms_norm(backend.numbers(1, 64), None, backend.numbers(128)[::2], 1e-5)
 
 
+@jit
+def multiplied_kernel(numbers: Table, out: Pointer, FACTOR: tl.constexpr) -> None:
+    tl.store(out, tl.load(numbers) * FACTOR)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled integers wrap around")
+def test_the_interpreter_refuses_integers_that_overflow(device: torch.device) -> None:
+    number, out = torch.tensor([2**30], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    multiplied_kernel[(1,)](number, out, FACTOR=-2)
+    assert out.tolist() == [-(2**31)]
+    with pytest.raises(InterpreterError, match="int overflow in mul"):
+        multiplied_kernel[(1,)](number, out, FACTOR=2)
+
+
 def test_weights_take_the_type_of_the_activations(device: torch.device) -> None:
     """A weight stored in another type would not multiply: cuBLAS knows one type at a time."""
     for dtype in TYPES:
