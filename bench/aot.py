@@ -198,15 +198,20 @@ def _options(variant: Variant) -> dict[str, int]:
 def compile_all(jobs: Sequence[tuple[int, int]], workers: int = 2) -> Iterator[Compiled]:
     """Each variant, by its index, on the architecture beside it, in order.
 
-    By `workers` processes: the compiler holds Python's lock.
+    By `workers` processes: the compiler holds Python's lock. A few take less time here than those
+    take to start.
     """
+    if len(jobs) <= _FEW:
+        yield from (compile_variant(variants()[index], arch) for index, arch in jobs)
+        return
     # A kernel cannot be sent to another process, but its index in the list can.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        resources = pool.map(_compile_index, *zip(*jobs, strict=True)) if jobs else ()
+        resources = pool.map(_compile_index, *zip(*jobs, strict=True))
         for (index, arch), used in zip(jobs, resources, strict=True):
             yield Compiled(variants()[index], arch, *used)
 
 
+_FEW = 8
 _LAUNCH = "{:24} {:22} {:>6} {:>5} {:>6} {:>12}"
 _USED = " {:>8} {:>9} {:>7} {:>8} {:>9}"
 _HEADINGS = (

@@ -87,7 +87,8 @@ def open_file(path: str | os.PathLike[str]) -> BufferedReader:
 
 def require_inside(path: str | os.PathLike[str], folder: Path) -> None:
     """Raises NotAFile where links lead out of the `folder`."""
-    if not Path(path).resolve().is_relative_to(folder.resolve()):
+    real, above = os.path.realpath(path), os.path.realpath(folder)
+    if os.path.commonpath((real, above)) != above:
         raise NotAFile(errno.EINVAL, f"is a link that leads out of {folder}")
 
 

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -71,6 +72,17 @@ class Command:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def kill_at(run: Path, moment: str, words: Sequence[str], printed: Path) -> str:
+    """Start a command and kill it once the run has what matches `moment`; what it printed."""
+    process = Command(words, printed)
+    deadline = time.monotonic() + 180
+    while not list(run.glob(moment)) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, printed.read_text()
+    return printed.read_text()
 
 
 def group(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 torch.set_num_threads(1)
-import pandas, pyarrow.parquet
+import pandas, pyarrow.parquet, torch._dynamo, transformers.models.llama.modeling_llama
 import pipeline.exchange.imports, pipeline.exchange.inspect, pipeline.features.stage
 import pipeline.serve_eval.stage, pipeline.synth.stage, pipeline.train.stage, pipeline.train.group
 from pipeline import cli

@@ -47,16 +47,16 @@ def test_missing_files(write_config: Write, fails: Fails, tmp_path: Path) -> Non
     assert missing in fails("eval", write_config(), target, head, f"eval.prompts={missing}")
 
 
-def test_a_broken_line_in_a_prompts_file(write_config: Write, fails: Fails, tmp_path: Path) -> None:
+def test_a_broken_line_in_a_prompts_file(
+    write_config: Write, fails: Fails, folder: Path, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"turns": ["fine"], "license": "MIT"}\n{"turns": ["cut off\n')
     synth = {"sources": [{"source": str(broken)}]}
     assert f"{broken}:2" in fails("synth", write_config(synth=synth))
-    config = write_config()
-    assert main(["run", "-c", str(config)]) == 0
-    head = f"eval.head={tmp_path / 'run/train/head'}"
-    overrides = [f"run.uri={tmp_path / 'e'}", head, f"eval.prompts={broken}"]
-    assert f"{broken}:2" in fails("eval", config, *overrides, uri="e")
+    overrides = [f"run.uri={tmp_path / 'e'}", f"eval.head={folder / 'run/train/head'}"]
+    overrides.append(f"eval.prompts={broken}")
+    assert f"{broken}:2" in fails("eval", folder / "run.yaml", *overrides, uri="e")
 
 
 def test_a_target_without_a_chat_template(
@@ -76,18 +76,15 @@ def test_capture_layers_that_do_not_exist(write_config: Write, fails: Fails, lay
     assert f"target.capture_layers: {layers} do not name ascending layers" in line
 
 
-def test_a_head_or_data_of_another_target(
-    write_config: Write, fails: Fails, tmp_path: Path
-) -> None:
-    config = write_config()
-    assert main(["run", "-c", str(config)]) == 0
+def test_a_head_or_data_of_another_target(fails: Fails, folder: Path, tmp_path: Path) -> None:
+    config = folder / "run.yaml"
     other = ["target.capture_layers=[1,2,5]", f"run.uri={tmp_path / 'other'}"]
-    head = tmp_path / "run/train/head"
+    head = folder / "run/train/head"
     line = fails("eval", config, *other, f"eval.head={head}", uri="other")
     where = f"head {head}: contract.capture_layers"
     problem = "made for a target with capture_layers [1,3,4], this one has [1,2,5]"
     assert f"{where}: {problem}" in line
-    shutil.copytree(tmp_path / "run/synth", tmp_path / "other/synth")
+    shutil.copytree(folder / "run/synth", tmp_path / "other/synth")
     shutil.rmtree(tmp_path / "other/eval", ignore_errors=True)
     line = fails("features", config, *other, uri="other")
     assert "contract.capture_layers: made for a target with" in line
@@ -99,14 +96,12 @@ def test_no_head(write_config: Write, fails: Fails, tmp_path: Path) -> None:
 
 
 def test_settings_of_training_that_contradict_each_other(
-    write_config: Write, fails: Fails, tmp_path: Path
+    write_config: Write, fails: Fails, folder: Path, tmp_path: Path
 ) -> None:
-    config = write_config()
-    line = fails("train", config, "train.evaluate_tree=auto")
+    line = fails("train", write_config(), "train.evaluate_tree=auto")
     assert "train.evaluate_tree: auto is only supported by eval.tree" in line
-    assert main(["run", "-c", str(config)]) == 0
-    head = tmp_path / "run/train/head"
-    shutil.copytree(tmp_path / "run/features", tmp_path / "other/features")
+    config, head = folder / "run.yaml", folder / "run/train/head"
+    shutil.copytree(folder / "run/features", tmp_path / "other/features")
     other = f"run.uri={tmp_path / 'other'}"
     smaller = [f"train.start_from={head}", "train.head_config.draft_vocab_size=100"]
     line = fails("train", config, other, *smaller, uri="other")

@@ -20,22 +20,28 @@ from pipeline.api import open_engine, read_samples
 from pipeline.cli import main
 from pipeline.decoder.request import Request
 from pipeline.store.manifest import read_report
+from tests.forked import group
 
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def launched(stage: str, config: Path, *overrides: str) -> list[str]:
-    """A command of two processes."""
-    words = ["-m", "pipeline.cli", stage, "-c", str(config), f"{stage}.parallel=tensor"]
-    return [*TWO, *words, *overrides]
+def divided_words(stage: str, config: Path, *overrides: str) -> list[str]:
+    return [stage, "-c", str(config), f"{stage}.parallel=tensor", *overrides]
+
+
+def divide(stage: str, config: Path, *overrides: str) -> None:
+    """Run a stage by two processes, which see what a launcher would tell them."""
+    words, printed = divided_words(stage, config, *overrides), config.with_suffix(".printed")
+    forked = group(words, 2, printed, environment={"OMP_NUM_THREADS": "1"})
+    assert [each.wait(timeout=300) for each in forked] == [0, 0], printed.read_text()[-3000:]
 
 
 def test_synth_and_eval_say_what_one_process_says(folder: Path) -> None:
     config, sampling = folder / "run.yaml", "synth.temperature=1"
     runs = [f"run.uri={folder / name}" for name in ("alone", "divided")]
     assert main(["synth", "-c", str(config), runs[0], sampling]) == 0
-    subprocess.run(launched("synth", config, runs[1], sampling), env=ENVIRONMENT, check=True)
+    divide("synth", config, runs[1], sampling)
     alone, divided = (
         {each.sample_id: (each.token_ids, each.supervised) for each in read_samples(str(uri))}
         for uri in (folder / "alone", folder / "divided")
@@ -46,8 +52,7 @@ def test_synth_and_eval_say_what_one_process_says(folder: Path) -> None:
     assert main(["eval", "-c", str(config), *few]) == 0
     first = read_report(str(folder / "run"))
     (folder / "run" / "eval").rename(folder / "eval-alone")
-    command = launched("eval", config, *few, "eval.tree=auto")
-    subprocess.run(command, env=ENVIRONMENT, check=True)
+    divide("eval", config, *few, "eval.tree=auto")
     second = read_report(str(folder / "run"))
     assert second.is_lossless and second.settings.tree_auto is not None
     assert second.lossless.transformers is not None and second.lossless.transformers.same
@@ -57,8 +62,9 @@ def test_synth_and_eval_say_what_one_process_says(folder: Path) -> None:
 
 @contextmanager
 def server(config: Path) -> Iterator[str]:
-    """Its address; its processes have ended by themselves afterwards."""
-    command = launched("serve", config, "serve.port=0", "serve.slots=2")
+    """Its address; its processes, of a real launcher, have ended by themselves afterwards."""
+    words = divided_words("serve", config, "serve.port=0", "serve.slots=2")
+    command = [*TWO, "-m", "pipeline.cli", *words]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -27,7 +27,7 @@ KILLS = 10
 
 FLEET = """
 import json, os, random, signal, sys, time
-import torch
+import torch, torch._dynamo, transformers.models.llama.modeling_llama
 import pipeline.features.writer, pipeline.synth.generate.local, pipeline.synth.stage
 from pipeline.config import load
 from pipeline.errors import Eagle3Error

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +20,7 @@ from pipeline.decoder.ops.tree import Tree, VerifyOutput
 from pipeline.records import STAGES, Manifest
 from pipeline.reports import EvalReport
 from pipeline.store.manifest import read_manifest
+from tests.forked import kill_at
 
 Write = Callable[..., Path]
 
@@ -143,19 +139,10 @@ def test_killed_in_every_stage_the_line_ends_with_the_same_bytes(
 ) -> None:
     assert main(["run", "-c", str(write_config("whole"))]) == 0
     config, run = write_config("cut"), tmp_path / "cut"
-    command = [sys.executable, "-m", "pipeline.cli", "run", "-c", str(config)]
     for moment in _MOMENTS:
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        deadline = time.monotonic() + 180
-        while not list(run.glob(moment)) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        os.kill(process.pid, signal.SIGKILL)
-        _, errors = process.communicate()
-        assert process.returncode == -signal.SIGKILL, errors
+        printed = kill_at(run, moment, ["run", "-c", str(config)], tmp_path / "printed")
         manifest = run / moment.partition("/")[0] / "manifest.json"
-        assert not manifest.exists(), f"killed too late to prove anything: {moment}"
+        assert not manifest.exists(), f"killed too late to prove anything: {moment} {printed}"
     assert main(["run", "-c", str(config)]) == 0
     whole, cut = _manifests(tmp_path / "whole"), _manifests(run)
     for stage in ("synth", "features", "train"):

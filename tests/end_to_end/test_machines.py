@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from pipeline.config import isa
 from pipeline.records import STAGES
 from pipeline.reports import EvalReport
 from pipeline.store.manifest import read_manifest
+from tests.forked import Command
 
 Write = Callable[..., Path]
 
@@ -21,16 +19,13 @@ Write = Callable[..., Path]
 LEVELS = {"synth": "avx2", "features": "amx", "train": "avx512", "eval": "avx512_bf16"}
 
 
-def _eagle3(*words: str, level: str) -> str:
+def _eagle3(*words: str, level: str, folder: Path) -> str:
     """Output of a command in a process of its own, where a processor of `level` is all there is."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "pipeline.cli", *words],
-        env={**os.environ, isa.VARIABLE: level},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return " ".join(done.stdout.split())
+    printed = folder / "printed"
+    printed.unlink(missing_ok=True)
+    code = Command(words, printed, environment={isa.VARIABLE: level}).wait(timeout=300)
+    assert code == 0, printed.read_text()
+    return " ".join(printed.read_text().split())
 
 
 def test_each_stage_on_a_machine_of_another_kind(write_config: Write, tmp_path: Path) -> None:
@@ -42,13 +37,13 @@ def test_each_stage_on_a_machine_of_another_kind(write_config: Write, tmp_path: 
     run = tmp_path / "run"
     dtypes = {}
     for stage, level in levels.items():
-        shown = _eagle3(stage, "-c", config, level=level)
+        shown = _eagle3(stage, "-c", config, level=level, folder=tmp_path)
         dtypes[stage] = "bfloat16" if level in ("avx512_bf16", "amx") else "float32"
         assert f"{stage} arithmetic: {dtypes[stage]}, kernels " in shown, shown
     for level in {*levels.values(), "none"}:
-        again = _eagle3("run", "-c", config, level=level)
+        again = _eagle3("run", "-c", config, level=level, folder=tmp_path)
         assert again.count("complete") == 4 and "arithmetic" not in again
-    checked = _eagle3("verify", str(run), level="none")
+    checked = _eagle3("verify", str(run), level="none", folder=tmp_path)
     assert checked.startswith("sound: synth, features, train, eval"), checked
 
     manifests = {stage: read_manifest(str(run), stage) for stage in STAGES}

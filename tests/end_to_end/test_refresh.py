@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +20,7 @@ from pipeline.reports import EvalReport
 from pipeline.serve_eval.compare import compare_reports
 from pipeline.store.manifest import read_manifest
 from tests.end_to_end.conftest import config_file
+from tests.forked import kill_at
 
 Fails = Callable[..., str]
 #: Every file of a directory: its bytes' hash, and when they were written.
@@ -228,20 +224,12 @@ def test_killed_in_every_stage_it_ends_with_the_same_heads(
     new, before = refreshed
     cut = folder / "cut"
     more = ["train.checkpoint_every=2"]
-    command = [sys.executable, "-m", "pipeline.cli", "refresh", *words(folder, "cut", *more)]
     for moment in MOMENTS:
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        deadline = time.monotonic() + 180
-        while not list(cut.glob(moment)) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        os.kill(process.pid, signal.SIGKILL)
-        _, errors = process.communicate()
-        assert process.returncode == -signal.SIGKILL, errors
+        command = ["refresh", *words(folder, "cut", *more)]
+        printed = kill_at(cut, moment, command, folder / "printed")
         stage = moment.partition("/train" if "scratch" in moment else "/")[0]
         manifest = cut / stage / ("train/manifest.json" if stage == "scratch" else "manifest.json")
-        assert not manifest.exists(), f"killed too late to prove anything: {moment}"
+        assert not manifest.exists(), f"killed too late to prove anything: {moment} {printed}"
     assert main(["refresh", *words(folder, "cut", *more)]) == 0
     for run, whole in ((cut, new), (cut / "scratch", new / "scratch")):
         ours, theirs = (read_manifest(str(each), "train") for each in (run, whole))

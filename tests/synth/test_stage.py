@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +32,7 @@ from pipeline.synth.plan import plan
 from pipeline.synth.stage import run
 from pipeline.target.parallel import Group
 from tests.conftest import CHATML
+from tests.forked import Command, kill_at
 from tests.synth.conftest import tree
 
 Configure = Callable[..., RunConfig]
@@ -118,25 +116,14 @@ def test_parts_in_any_order_and_the_last_one_finishes(make_config: Configure) ->
 def test_parts_at_the_same_time(tmp_path: Path, make_config: Configure) -> None:
     """Three processes, two of them at the same part; all end well, whoever is last."""
     whole, config = run(make_config("whole")), make_config("parts")
-    script = """
-import sys
-from pipeline.config import RunConfig
-from pipeline.errors import StageIncomplete
-from pipeline.synth.stage import run
-try:
-    run(RunConfig.model_validate_json(sys.argv[1]))
-except StageIncomplete as error:
-    sys.exit(error.exit_code)
-"""
+    file, printed = tmp_path / "parts.yaml", tmp_path / "printed"
+    file.write_text(config.model_dump_json())
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", script, part_of(config, part).model_dump_json()],
-            stdout=subprocess.DEVNULL,
-        )
+        Command(["synth", "-c", str(file), f"run.shard={part}"], printed)
         for part in ("0/2", "1/2", "1/2")
     ]
     codes = [process.wait(timeout=300) for process in processes]
-    assert set(codes) <= {0, 75} and 0 in codes, codes
+    assert set(codes) <= {0, 75} and 0 in codes, (codes, printed.read_text())
     made = find_manifest(config.run.uri, "synth")
     assert made and made.shards == whole.shards and made.content_hash == whole.content_hash
 
@@ -205,23 +192,10 @@ def test_killed_in_the_middle_it_ends_with_the_same_bytes(
     config = load_tree(
         tmp_path / "cut.yaml", tree(tiny_target, prompts_file, tmp_path / "cut", shard_prompts=2)
     )
-    command = [sys.executable, "-m", "pipeline.cli", "synth", "-c", str(tmp_path / "cut.yaml")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while (
-        not list((tmp_path / "cut").rglob("*.entry.json"))
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    command = ["synth", "-c", str(tmp_path / "cut.yaml")]
+    kill_at(tmp_path / "cut", "**/*.entry.json", command, tmp_path / "printed")
     left = len(list((tmp_path / "cut").rglob("*.entry.json")))
-    assert (
-        process.returncode == -signal.SIGKILL
-        and find_manifest(config.run.uri, "synth") is None
-        and 0 < left < 12
-    )
+    assert find_manifest(config.run.uri, "synth") is None and 0 < left < 12
     assert f"{left} of 12 shards committed" in plan(config).state
     resumed = run(config)
     assert checksums(resumed) == checksums(whole) and resumed.content_hash == whole.content_hash

@@ -15,7 +15,9 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from triton.backends.compiler import BaseBackend  # type: ignore[import-untyped]
+from triton.compiler.errors import CompilationError  # type: ignore[import-untyped]
 
+from bench import aot
 from bench.aot import SHARED_LIMIT, Compiled, Recorder, source_of, variants
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import SamplingTensors
@@ -38,6 +40,12 @@ def run(*arguments: str, cache: Path, interpret: bool = False) -> subprocess.Com
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one, so that this process compiles."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def test_every_kernel_is_recorded() -> None:
@@ -229,18 +237,21 @@ def test_the_pinned_table_is_the_compilers(tmp_path: Path) -> None:
         assert done.stdout.splitlines()[2:] == of_these and len(of_these) > 50
 
 
-def test_a_row_of_another_source_is_not_taken_over(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_a_row_of_another_source_is_not_taken_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What such a row says is wrong here, and does not come out."""
     rows = PINNED.read_text(encoding="utf-8").splitlines(keepends=True)
     source = source_of(next(each for each in variants() if each.name == "verify"), 90)
     table = tmp_path / "table.txt"
     known = "".join(rows).replace(source, "0" * len(source)).replace("50%\n", " 1%\n")
     table.write_text(known, encoding="utf-8")
-    done = run("-m", "bench.aot", "--known", str(table), "verify", cache=tmp_path)
-    assert done.returncode == 0, done.stderr
-    if done.stdout.splitlines()[0] == rows[0].strip():
+    assert aot.main(["--known", str(table), "verify"]) == 0
+    version, _, *made = capsys.readouterr().out.splitlines()
+    if version == rows[0].strip():
         pinned = [row.strip() for row in rows if row.startswith("verify ")]
-        assert done.stdout.splitlines()[2:] == pinned and len(pinned) == len(SHARED_LIMIT)
+        assert made == pinned and len(pinned) == len(SHARED_LIMIT)
 
 
 def test_a_change_gives_another_source() -> None:
@@ -257,32 +268,24 @@ def test_a_change_gives_another_source() -> None:
     assert len(sources) == 3
 
 
-def test_fails_where_shared_memory_is_short(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_fails_where_shared_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a limit of 16 bytes, RMS norm's sum over eight warps no longer fits."""
-    code = """
-from bench import aot
-if __name__ == "__main__":
-    aot.SHARED_LIMIT = {90: 16}
-    raise SystemExit(aot.main(["add_rms_norm"]))
-"""
-    script = tmp_path / "short.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\n", encoding="utf-8")
-    done = run(str(script), cache=tmp_path / "cache")
-    assert done.returncode == 1, done.stderr
-    assert "needs more than 16" in done.stdout
-    assert "6 kernels need more shared memory" in done.stderr
+    monkeypatch.setattr(aot, "SHARED_LIMIT", {90: 16})
+    assert aot.main(["add_rms_norm"]) == 1
+    printed = capsys.readouterr()
+    assert "needs more than 16" in printed.out
+    assert "6 kernels need more shared memory" in printed.err
 
 
-def test_fails_where_a_kernel_does_not_compile(tmp_path: Path) -> None:
-    code = """
-from dataclasses import replace
-from bench import aot
-variant = aot.variants()[0]
-aot.compile_variant(replace(variant, constants={**variant.constants, "BLOCK": 100}), 90)
-"""
-    done = run("-c", code, cache=tmp_path)
-    assert done.returncode != 0
-    assert "power of 2" in done.stderr
+@pytest.mark.usefixtures("cache")
+def test_fails_where_a_kernel_does_not_compile() -> None:
+    variant = variants()[0]
+    odd = replace(variant, constants={**variant.constants, "BLOCK": 100})
+    with pytest.raises(CompilationError, match="power of 2"):
+        aot.compile_variant(odd, 90)
 
 
 def test_refuses_to_compile_in_the_interpreter(tmp_path: Path) -> None:
