@@ -1,4 +1,4 @@
-"""Triton's interpreter with less bookkeeping: the same checks and results in a third of the time.
+"""Triton's interpreter with less bookkeeping: the same checks and results in half of the time.
 
 For every operation on a tile it builds anew what depends on the tile's type alone, and an addition
 of int32 is done a second time, by six more operations, to see whether it overflows. Before a launch
@@ -74,7 +74,7 @@ def _refuse_overflow(semantic: Any, left: Any, right: Any, operation: Any) -> No
 def _where_shapes_differ(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     def broadcast_or_not(semantic: Any, left: Any, right: Any) -> Any:
         blocks = left.type.is_block(), right.type.is_block()
-        if blocks == (True, True) and left.type.shape.values == right.type.shape.values:
+        if blocks == (True, True) and [*left.type.shape] == [*right.type.shape]:
             return left, right
         return broadcast(semantic, left, right) if any(blocks) else (left, right)
 
