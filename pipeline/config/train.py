@@ -211,8 +211,8 @@ class TrainSection(Section):
     warmup_share: float = Field(0.05, ge=0, lt=1)
     """Share of the steps with linear warm-up; a cosine to 5 % of the peak follows."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon steps the matrices of fc and layer, by updates of AdamW's size in bfloat16, and leaves
-    the rest to AdamW; it needs zero_stage 0."""
+    """muon steps the matrices of fc and layer, by updates of AdamW's size, and leaves the rest to
+    AdamW; it needs zero_stage 0."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled decay."""
     dropout: float = Field(0.0, ge=0, lt=1)

@@ -9,8 +9,8 @@ micro-batches and processes; products are computed in `train.dtype`, on copies (
          └── AdamW ◄── clip ◄── mean over processes ◄── sum over micro-batches, fp32
 
 A head has at most 1.5 billion parameters: 20 bytes each are 30 GB. Of ZeRO (arXiv:1910.02054) only
-stage 1 is offered beside 0; it splits AdamW's state, the largest part. Optimisers are torch's own,
-so no compiler is needed.
+stage 1 is offered beside 0; it splits AdamW's state, the largest part. AdamW is torch's own, so no
+compiler is needed.
 
 Muon (https://kellerjordan.github.io/posts/muon) steps a matrix by its momentum made orthogonal.
 With steps of AdamW's size (arXiv:2502.16982) both take one learning rate. lm_head, whose rows are
@@ -54,6 +54,8 @@ from pipeline.train.progress import StepSums
 
 #: AdamW's moment decays, as published EAGLE heads were trained.
 BETAS = 0.9, 0.95
+#: Muon's.
+MOMENTUM = 0.95
 #: What an optimiser keeps of each number it steps; in a group under "moments".
 ADAMW_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 #: Beside them: the weights that the optimiser steps.
@@ -94,7 +96,7 @@ class Trainer:
         self.rank = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
         model.to(self.device)
-        optimizer = make_optimizer(model.head, section, fc_scale=fc_scale)
+        optimizer = make_optimizer(model.head, section, self.dtype, fc_scale=fc_scale)
         self._section = section
         with quiet():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
@@ -290,21 +292,59 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
+class Muon(torch.optim.Optimizer):
+    """torch's with `match_rms_adamw`, but for the type of its products: torch's are in bfloat16,
+    for which a CPU without such instructions takes twenty times as long as in float32."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], section: TrainSection, dtype: torch.dtype
+    ) -> None:
+        """Groups of matrices, and the type of the products that make their momentum orthogonal."""
+        rates = {"lr": section.learning_rate, "weight_decay": section.weight_decay}
+        super().__init__(groups, rates)
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """DeepSpeed has no closure."""
+        assert closure is None
+        for group in self.param_groups:
+            for matrix in (each for each in group["params"] if each.grad is not None):
+                gradient, state = matrix.grad, self.state[matrix]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+                update = orthogonal(gradient.lerp(momentum, MOMENTUM), self._dtype)  # Nesterov's
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix with the same singular vectors, whose values lie between about 0.7 and 1.2: five
+    steps of the quintic in https://kellerjordan.github.io/posts/muon, in `dtype`."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if is_tall else matrix).to(dtype)
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
     """Both behind one optimiser's face: they share its groups and its state."""
 
     def __init__(
-        self, matrices: list[dict[str, Any]], others: list[dict[str, Any]], section: TrainSection
+        self,
+        matrices: list[dict[str, Any]],
+        others: list[dict[str, Any]],
+        section: TrainSection,
+        dtype: torch.dtype,
     ) -> None:
         """Groups of what Muon steps, all of them matrices, and of what AdamW does."""
         super().__init__([*matrices, *others], {"lr": section.learning_rate})
-        muon = torch.optim.Muon(
-            matrices,
-            lr=section.learning_rate,
-            weight_decay=section.weight_decay,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        self._parts = (muon, _adamw(others, section))
+        self._parts = (Muon(matrices, section, dtype), _adamw(others, section))
         self.param_groups = [group for part in self._parts for group in part.param_groups]
         for part in self._parts:
             part.state = self.state
@@ -314,13 +354,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
         """Both step. DeepSpeed has no closure."""
         assert closure is None
         for part in self._parts:
-            part.step()  # type: ignore[no-untyped-call]
+            part.step()
 
 
 def make_optimizer(
-    head: DraftingHead, section: TrainSection, *, fc_scale: float
+    head: DraftingHead, section: TrainSection, dtype: torch.dtype, *, fc_scale: float
 ) -> torch.optim.Optimizer:
-    """Of what is trained in `head`; the learning rate of `fc` is multiplied by fc_scale."""
+    """Of what is trained in `head`, with products in `dtype`; the learning rate of `fc` is
+    multiplied by fc_scale."""
     trained = [each for each in head.parameters() if each.requires_grad]
     if section.optimizer == "adamw":
         return _adamw(_groups(head, trained, fc_scale, ADAMW_MOMENTS), section)
@@ -331,6 +372,7 @@ def make_optimizer(
         _groups(head, matrices, fc_scale, MUON_MOMENTS),
         _groups(head, others, fc_scale, ADAMW_MOMENTS),
         section,
+        dtype,
     )
 
 

@@ -175,7 +175,7 @@ def test_a_new_head_s_bias_and_confidence_say_nothing(head: DflashHead) -> None:
 def test_muon_steps_no_rows_of_tokens(head: DflashHead) -> None:
     """Nor an output: what it makes orthogonal are matrices of fc and of layers."""
     section = TrainSection.model_validate({"algorithm": "dspark", "optimizer": "muon"})
-    optimizer = make_optimizer(head.float(), section, fc_scale=1.0)
+    optimizer = make_optimizer(head.float(), section, torch.float32, fc_scale=1.0)
     muon, adamw = cast("MuonAndAdamW", optimizer)._parts
     names = {id(parameter): name for name, parameter in head.named_parameters()}
     stepped, others = (
