@@ -320,8 +320,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix with the same singular vectors, whose values lie between about 0.7 and 1.2: five
-    steps of the quintic in https://kellerjordan.github.io/posts/muon, in `dtype`."""
+    """A matrix with the same singular vectors, whose values, but for tiny ones, lie between about
+    0.7 and 1.2: five steps of the quintic in https://kellerjordan.github.io/posts/muon, in `dtype`.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if is_tall else matrix).to(dtype)
