@@ -214,7 +214,8 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
     yield mount
     for point in mounted:
-        subprocess.run(["umount", str(point)], check=True)
+        # Lazily: on a loaded machine a process that was ended a moment ago may still hold it.
+        subprocess.run(["umount", "--lazy", str(point)], check=True)
 
 
 def demo_prompts(name: str) -> str:

@@ -365,6 +365,8 @@ def test_the_learning_rate_is_the_algorithm_s_own(file: Path) -> None:
     assert load(file, ["train.head_config.heads=1"]).train.learning_rate == 1e-3
     both = ["train.head_config.heads=3", "train.algorithm=dflash"]
     assert load(file, both).train.learning_rate == 2e-4
+    muon = ["train.algorithm=dflash", "train.optimizer=muon"]
+    assert load(file, muon).train.learning_rate == 1e-3
     given = ["train.algorithm=dflash", "train.learning_rate=0.001"]
     assert load(file, given).train.learning_rate == 1e-3
     with pytest.raises(ConfigError, match=r"train\.learning_rate"):

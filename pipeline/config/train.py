@@ -14,7 +14,8 @@ TV_SHARE = 0.9
 #: The loss where none is set; of all others cross-entropy.
 _LOSSES: dict[str, Loss] = {"dspark": "ce_tv"}
 #: AdamW's peak rate where none is set, for one head and for a chain of them. A block drafter starts
-#: as a least-squares solution, which larger steps destroy, and so do all but the first of a chain.
+#: as a least-squares solution, which larger steps of AdamW destroy, and so do all but the first of
+#: a chain. Muon's do not (docs/log.md): 1e-3 for all.
 _LEARNING_RATES = {"eagle3": (1e-3, 3e-4), "dflash": (2e-4, 2e-4), "dspark": (2e-4, 2e-4)}
 #: What an algorithm of one head is with several of them.
 _CHAINS = {"eagle3": "mtp"}
@@ -206,8 +207,8 @@ class TrainSection(Section):
     accumulate: int = Field(1, gt=0)
     """Micro-batches per optimiser step and process."""
     learning_rate: float = Field(_LEARNING_RATES["eagle3"][0], gt=0)
-    """Peak rate of AdamW. Where none is given: 1e-3, of chained heads 3e-4, under algorithms dflash
-    and dspark 2e-4."""
+    """Peak rate. Where none is given: 1e-3, but with AdamW 3e-4 of chained heads and 2e-4 under
+    algorithms dflash and dspark."""
     warmup_share: float = Field(0.05, ge=0, lt=1)
     """Share of the steps with linear warm-up; a cosine to 5 % of the peak follows."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -268,7 +269,7 @@ class TrainSection(Section):
         algorithm = str(value.get("algorithm", "eagle3"))
         if loss := _LOSSES.get(algorithm):
             value = {"loss": loss, **value}
-        if "learning_rate" in value:
+        if "learning_rate" in value or value.get("optimizer") == "muon":
             return value
         rates = _LEARNING_RATES.get(algorithm)
         if rates is None:

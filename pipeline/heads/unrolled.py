@@ -31,7 +31,7 @@ from torch import Tensor
 from pipeline.config import TrainSection
 from pipeline.config.train import Loss
 from pipeline.heads.trained import Kind, StepResult, TrainedModel, count_coarse_rows
-from pipeline.learning.batches import TrainBatch
+from pipeline.learning.batches import ROW_MULTIPLE, TrainBatch, fill_up
 
 
 class Objective(NamedTuple):
@@ -66,7 +66,7 @@ class UnrolledModel(TrainedModel[Kind]):
             *(head, embedding, target_lm_head),
             loss=objective.loss,
             temperature=objective.temperature,
-            length=max_length + objective.steps,
+            length=max(max_length, ROW_MULTIPLE) + objective.steps,
             dtype=dtype,
         )
         self.objective = objective
@@ -83,7 +83,7 @@ class UnrolledModel(TrainedModel[Kind]):
             divisor = self.counted(batch)
         head, steps = self.computing(), self.objective.steps
         counted = self.giving_loss(batch)
-        rows = predicting_rows(batch, counted, steps)
+        rows = fill_rows(predicting_rows(batch, counted, steps), batch.tokens)
         unrolled = self.unrolled(head, batch, rows)
         return self._compare(head, unrolled, batch, counted, divisor)
 
@@ -98,8 +98,8 @@ class UnrolledModel(TrainedModel[Kind]):
         steps, decay = self.objective.steps, self.objective.decay
         k = torch.arange(steps, device=batch.labels.device)
         predicted = batch.depths >= k[:, None] + 2  # [K, S]
-        giving = counted.nonzero().flatten()  # [L], numbers of labels
-        own = predicted[:, giving]  # [K, L]
+        giving, real = fill_up(counted.nonzero().flatten())  # [L], numbers of labels
+        own = predicted[:, giving] & real  # [K, L]
         # The type of the scales, and of all sums.
         exact = torch.promote_types(batch.aux_states.dtype, torch.float32)
         labels, teacher_states = batch.labels[giving], batch.teacher_states[giving]  # [L]
@@ -115,9 +115,9 @@ class UnrolledModel(TrainedModel[Kind]):
         """The loss of alternatives."""
         states = head.normed_output(beside.output)[None]  # [1, B, H]
         exact = torch.promote_types(states.dtype, torch.float32)
-        weights = states.new_full(states.shape[:2], beside.weight / divisor, dtype=exact)
-        every = torch.ones_like(weights, dtype=torch.bool)
-        return self.compare(states, beside.teacher_states, beside.token_ids, weights, every)[0]
+        real = beside.real[None]  # [1, B]
+        weights = real.to(exact) * (beside.weight / divisor)
+        return self.compare(states, beside.teacher_states, beside.token_ids, weights, real)[0]
 
 
 class Beside(NamedTuple):
@@ -126,7 +126,8 @@ class Beside(NamedTuple):
     output: Tensor  # [B, H]
     teacher_states: Tensor  # [B, H]
     token_ids: Tensor  # int64 [B], what was read
-    weight: float  # of its loss over that of a label's step 0
+    real: Tensor  # bool [B], which give loss
+    weight: float  # of it over that of a label's step 0
 
 
 class Unroll(NamedTuple):
@@ -156,6 +157,14 @@ def predicting_rows(batch: TrainBatch, counted: Tensor, steps: int) -> Tensor:
     needed = torch.zeros(batch.tokens + 1, dtype=torch.bool, device=batch.labels.device)
     needed.index_fill_(0, (batch.labels - least_depth).where(own, batch.tokens).flatten(), True)
     return needed[:-1].nonzero().flatten()
+
+
+def fill_rows(rows: Tensor, tokens: int) -> Tensor:
+    """Flat positions `rows`, and the first others of N `tokens` up to a multiple of ROW_MULTIPLE;
+    ascending."""
+    others = torch.ones(tokens, dtype=torch.bool, device=rows.device).index_fill(0, rows, False)
+    rows_first = others.int().argsort(stable=True)
+    return rows_first[: len(rows) + -len(rows) % ROW_MULTIPLE].sort().values
 
 
 def embed_tokens(embedding: Tensor, batch: TrainBatch, positions: Tensor) -> Tensor:

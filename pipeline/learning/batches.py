@@ -70,6 +70,19 @@ SHUFFLED_BYTES = 16_000_000_000
 OPEN_BATCHES = 24
 
 
+#: Products of a step have so many rows, or a multiple: oneDNN compiles a kernel for each number of
+#: rows that it does not have at hand, which takes milliseconds.
+ROW_MULTIPLE = 32
+
+
+def fill_up(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [R], the last of them again up to a multiple of ROW_MULTIPLE, and bool [R]: which are no
+    such repetition. None at all stay none."""
+    missing = -len(rows) % ROW_MULTIPLE if len(rows) else 0
+    filled = torch.cat((rows, rows[-1:].expand(missing)))
+    return filled, torch.arange(len(filled), device=rows.device) < len(rows)
+
+
 def shards_together(sizes: Sequence[int]) -> int:
     """How many shards of a run are shuffled together, by the bytes of each: the largest must fit.
 
@@ -262,6 +275,25 @@ class TrainBatch:
             teacher_states=teachers.to(dtype),
             alternative_states=None if others is None else others.to(dtype),
             codecs=(),
+        )
+
+    def padded(self) -> TrainBatch:
+        """The same batch, states decoded, up to a multiple of ROW_MULTIPLE tokens: behind them is a
+        document that is all past.
+
+            documents    a0 a1 a2 a3 a4 | b0 b1 b2 b3 | b3 b3 …        N = 32
+        """
+        missing = -self.tokens % ROW_MULTIPLE
+        if not missing:
+            return self
+        at = torch.arange(self.tokens + missing, device=self.token_ids.device)
+        at = at.clamp(max=self.tokens - 1)
+        return replace(
+            self,
+            lengths=(*self.lengths, missing),
+            token_ids=self.token_ids[at],
+            aux_states=self.aux_states[at],
+            pasts=(*(self.pasts or (0,) * len(self.lengths)), missing),
         )
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:

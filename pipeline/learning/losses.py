@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.train import TV_SHARE, Loss
+from pipeline.learning.batches import ROW_MULTIPLE
 
 #: Logits held at one time, in the compute type. Each chunk reads all of lm_head and adds to all of
 #: its gradient; from a thousand rows upward (draft vocabulary 8,192) the products are fast.
@@ -94,6 +95,7 @@ class OutputLoss(torch.autograd.Function):
         ctx.weight_dtype, weight = weight.dtype, weight.to(states.dtype)
         compare, most = _comparison(scales), _chunk_logits(states)
         size = max(1, min(labels, most // max(steps * len(weight), len(teacher.rows))))
+        size -= size % ROW_MULTIPLE if size > ROW_MULTIPLE else 0
         # One for all chunks: fresh pages are slow.
         memory = states.new_empty(steps * size, len(weight))
         product = torch.empty_like(weight) if needs_weight else None

@@ -117,7 +117,8 @@ class Trainer:
         divisor = self._divisor(batches)
         results: list[StepResult] = []
         for number, batch in enumerate(batches, start=1):
-            result: StepResult = self._engine(batch.to(self.device, self.dtype), divisor)
+            padded = batch.to(self.device, self.dtype).padded()
+            result: StepResult = self._engine(padded, divisor)
             results.append(result._replace(loss=result.loss.detach()))
             with quiet():
                 self._engine.backward(result.loss)

@@ -53,10 +53,8 @@ def test_a_right_server_in_fp32_takes_the_decoders_rounds(
     assert errors(findings) == {} and seen.server.kind == "llamacpp"
     assert seen.shape is not None and seen.shape.label == f"{drafts}/1/{drafts + 1}"
     assert len(seen.reported) == 16 and seen.partings == [] and len(seen.expected) >= 10
-    for name, ours in seen.expected.items():
-        theirs = seen.reported[name]
-        assert (theirs.rounds, theirs.tokens) == (ours.rounds, ours.tokens), name
-    assert seen.paired is not None and seen.paired.server == seen.paired.decoder.value > 1.2
+    line.assert_same_rounds(line.head, seen, tmp_path / "disturbed")
+    assert seen.paired is not None and seen.paired.decoder.value > 1.2
 
 
 def test_the_head_as_it_is_exported(line: Line, target: Path, tmp_path: Path) -> None:
@@ -101,9 +99,7 @@ def test_rotary_types(
         replay = partial(replay_rounds, own)
         seen, findings = compare_golden(report, section, where="the report", replay=replay)
     assert errors(findings) == {} and seen.paired is not None and len(seen.expected) == 4
-    assert {name: each.rounds for name, each in seen.reported.items()} == {
-        name: each.rounds for name, each in seen.expected.items()
-    }
+    line.assert_same_rounds(other, seen, tmp_path / "disturbed")
 
 
 @pytest.mark.parametrize("backend_sampling", [False, True])

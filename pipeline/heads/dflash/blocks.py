@@ -57,7 +57,7 @@ from pipeline.config import TrainSection
 from pipeline.config.train import Loss
 from pipeline.heads.dflash.shape import BlockQkv, ContextKeys, DflashHead, Sight
 from pipeline.heads.trained import StepResult, TrainedModel, count_coarse_rows
-from pipeline.learning.batches import TrainBatch
+from pipeline.learning.batches import ROW_MULTIPLE, TrainBatch, fill_up
 from pipeline.target.rotary import RotaryTable, rotate
 
 
@@ -89,7 +89,7 @@ class DflashModel(TrainedModel[DflashHead]):
             *(head, embedding, target_lm_head),
             loss=objective.loss,
             temperature=objective.temperature,
-            length=max_length + head.shape.block_size,
+            length=max(max_length, ROW_MULTIPLE) + head.shape.block_size,
             dtype=dtype,
         )
         self.objective = objective
@@ -103,7 +103,9 @@ class DflashModel(TrainedModel[DflashHead]):
         divisor is M over the number of micro-batches; the anchors of this one if it is alone.
         """
         drawn = draw_anchors(batch, self.objective.anchors, self.objective.seed)
-        blocks = cut_blocks(batch, drawn, self.head.shape.predicted + 1)
+        filled, real = fill_up(drawn.to(batch.labels.device))
+        blocks = cut_blocks(batch, filled, self.head.shape.predicted + 1)
+        blocks = blocks._replace(labels=blocks.labels.where(real[:, None], -1))
         head, divisor = self.computing(), self.counted(batch) if divisor is None else divisor
         return self._compare(head, self._draft(head, batch, blocks), blocks, batch, divisor)
 
@@ -128,17 +130,17 @@ class DflashModel(TrainedModel[DflashHead]):
         exact = torch.promote_types(batch.aux_states.dtype, torch.float32)
         loss, hits = torch.zeros((), dtype=exact, device=states.device), list[Tensor]()
         for k, labels in enumerate(blocks.labels.unbind(1)):  # [A]
-            rows = ((labels >= 0) & counted[labels]).nonzero().flatten()  # [R]
+            rows, real = fill_up(((labels >= 0) & counted[labels]).nonzero().flatten())  # [R]
             weight, at = math.exp(-k / self.objective.decay) / divisor, batch.labels[labels[rows]]
             read = head.proposing(states[rows, head.shape.first + k], batch.token_ids[at - 1])
-            weights = torch.full((1, len(rows)), weight, dtype=exact, device=states.device)
+            weights = real[None].to(exact) * weight  # [1, R]
             overlaps = None if head.confidence_head is None else torch.empty_like(weights)
             own_loss, own_hits = self.compare(
                 read[None],
                 batch.teacher_states[labels[rows]],
                 batch.token_ids[at],
                 weights,
-                torch.ones_like(weights, dtype=torch.bool),
+                real[None],
                 output_rows,
                 overlaps,
             )

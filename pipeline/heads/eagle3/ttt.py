@@ -55,7 +55,7 @@ from pipeline.heads.unrolled import (
     rows_by_position,
 )
 from pipeline.learning.attention import KeyValue, UnrolledAttention
-from pipeline.learning.batches import TrainBatch
+from pipeline.learning.batches import TrainBatch, fill_up
 from pipeline.target.rotary import RotaryTable
 
 
@@ -232,7 +232,8 @@ def unroll(
         inputs, hidden = F.embedding(instead.token_ids, embedding), projected[instead.rows]
         arguments = inputs, hidden, Attentions(alone, alone), past[:1], dropout
         output, _ = layer.step(0, *arguments)
-        beside = Beside(output, instead.teacher_states, instead.token_ids, instead.weight)
+        read = instead.teacher_states, instead.token_ids, instead.real, instead.weight
+        beside = Beside(output, *read)
     return Unroll(tuple(outputs), rows, rows_by_position(batch, rows), beside)
 
 
@@ -242,6 +243,7 @@ class Instead(NamedTuple):
     rows: Tensor  # int64 [B], ascending flat positions, none of them the first of its document
     token_ids: Tensor  # int64 [B]
     teacher_states: Tensor  # [B, H]
+    real: Tensor  # bool [B], which give loss; the others repeat the last one
     weight: float
 
 
@@ -257,8 +259,9 @@ def draw_alternatives(batch: TrainBatch, *, seed: int, weight: float) -> Instead
     number = random.Random(f"{seed}/alternatives/{batch.number}").getrandbits(63)
     generator, count = torch.Generator().manual_seed(number), ids.shape[1]
     drawn = torch.randint(count, behind.shape, generator=generator).to(ids.device)
+    (behind, real), (drawn, _) = fill_up(behind), fill_up(drawn)
     teachers = states.view(len(states), count, -1)[behind, drawn]
-    return Instead(batch.labels[behind] - 2, ids[behind, drawn], teachers, weight)
+    return Instead(batch.labels[behind] - 2, ids[behind, drawn], teachers, real, weight)
 
 
 def draw_dropout(batch: TrainBatch, share: float, *, seed: int, width: int) -> Dropout:
