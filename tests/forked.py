@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _IMPORTED = [
@@ -76,9 +76,13 @@ class Command:
 
 def kill_at(run: Path, moment: str, words: Sequence[str], printed: Path) -> str:
     """Start a command and kill it once the run has what matches `moment`; what it printed."""
-    process = Command(words, printed)
+    return kill_once(lambda: any(run.glob(moment)), Command(words, printed), printed)
+
+
+def kill_once(reached: Callable[[], bool], process: Command, printed: Path) -> str:
+    """Kill a command, -9, at a moment that it must come to; what it printed."""
     deadline = time.monotonic() + 180
-    while not list(run.glob(moment)) and process.poll() is None and time.monotonic() < deadline:
+    while not reached() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.kill()
     assert process.wait() == -signal.SIGKILL, printed.read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from pipeline.config import RunConfig
 from pipeline.records import Manifest
 from pipeline.store.location import Location
 from pipeline.train.metrics import METRICS, VOLATILE
-from tests.forked import Command
+from tests.forked import Command, kill_once
 
 #: The fixtures `tiny_config` and `store_states`.
 Configure = Callable[..., RunConfig]
@@ -55,14 +54,8 @@ def begin(config: RunConfig) -> tuple[Command, Path]:
 
 
 def kill_after(config: RunConfig, steps: int) -> None:
-    """Start training and kill it, -9, once it has logged `steps` steps."""
-    process, printed = begin(config)
-    until = time.monotonic() + 120
-    while len(lines_of(config)) < steps and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert process.poll() is None, printed.read_text()
-    process.kill()
-    process.wait()
+    """Start training and kill it once it has logged `steps` steps."""
+    kill_once(lambda: len(lines_of(config)) >= steps, *begin(config))
 
 
 def stop_at(config: RunConfig, steps: int) -> None:
