@@ -348,12 +348,20 @@ class PlanSection(Section):
 
     workers: int = Field(1, gt=0)
     """Training processes, over which ZeRO splits the optimiser's state (`--workers`)."""
+    ranks: int = Field(1, gt=0)
+    """Processes that share the target in stages with `parallel: tensor`."""
     target_config: str | None = None
     """config.json, or its directory, of a target that is not on this disk."""
     prompts: int | None = Field(None, gt=0)
     """Prompts assumed where sources cannot be counted here; synth.max_prompts still limits them."""
     prompt_tokens: int = Field(200, gt=0)
     """Length assumed of a prompt that cannot be read here; one turn."""
+
+    def sharing(self, parallel: Literal["none", "tensor"]) -> tuple[int, str]:
+        """Processes that share the target of such a stage, and of what memory is, for people."""
+        if parallel == "none":
+            return 1, "memory"
+        return self.ranks, f"memory of each of {self.ranks:,} processes (plan.ranks)"
 
 
 class RefreshSection(Section):

@@ -85,12 +85,13 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         )
     size = _size(config, target.hidden, target.vocabulary, samples)
     shards, keep = size.shards, config.features.keep_shards
-    memory = _memory(config, target, samples)
+    ranks, of_what = config.plan.sharing(config.features.parallel)
+    memory = _memory(config, target, samples, ranks)
     basis: tuple[str, ...] = (
         f"storage: {size.token:,.0f} bytes a token and {size.teacher:,} for each of "
         f"{_teachers(config, samples):,} supervised ones, as {config.features.encoding}",
         f"shards: about {shards:,} of {size.total / max(1, shards) / 1e6:,.1f} MB",
-        f"memory: {_SHARDS_HELD} shards of bf16 states and one packed forward beside the target",
+        f"{of_what}: {_SHARDS_HELD} shards of bf16 states and one packed forward beside the target",
     )
     if config.features.backend == "vllm":
         own = config.target.output_indices(target.layers)
@@ -207,8 +208,10 @@ def _teachers(config: RunConfig, samples: _Samples) -> int:
     return samples.tokens - samples.rows if everything else samples.supervised
 
 
-def _memory(config: RunConfig, target: TargetShape, samples: _Samples) -> dict[str, int]:
-    """Of a process that holds the whole target; states are bf16, whatever is stored."""
+def _memory(
+    config: RunConfig, target: TargetShape, samples: _Samples, ranks: int
+) -> dict[str, int]:
+    """Of one of the processes that share the target; states are bf16, whatever is stored."""
     section = config.features
     width = 4 if target_dtype(config.target) == "float32" else 2
     rows = aux_layers(config) + 1 + section.alternatives
@@ -217,7 +220,7 @@ def _memory(config: RunConfig, target: TargetShape, samples: _Samples) -> dict[s
     forward = min(samples.tokens, section.forward_tokens(planned_device(config.target.device)))
     forward *= target.hidden * width * _ACTIVATIONS
     return {
-        "weights": target.parameters * width,
+        "weights": target.of_rank(ranks)[0] * width,
         "states held": _SHARDS_HELD * shard,
         "activations": forward,
     }

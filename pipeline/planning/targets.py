@@ -75,6 +75,14 @@ class TargetShape:
         """Of one token's keys and values over all layers, in 16 bits."""
         return 2 * self.layers * self.groups * self.head_dim * 2
 
+    def of_rank(self, ranks: int) -> tuple[int, int]:
+        """Parameters, and bytes of a token's keys and values, of each of `ranks` processes that
+        share the target (`parallel: tensor`). The embedding is whole on each, and a key/value head
+        on those that ask it."""
+        embedding = self.vocabulary * self.hidden
+        own = embedding + -(-(self.parameters - embedding) // ranks)
+        return own, self.key_value_bytes * -(-self.groups // ranks) // self.groups
+
     def attention_flops(self, context: float) -> float:
         """Of one token's queries over `context` keys and values, in all layers."""
         return 4.0 * self.mean_seen(context) * self.layers * self.heads * self.head_dim

@@ -26,6 +26,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     replies = prompts * section.max_turns
     hf_width = 4 if target_dtype(config.target) == "float32" else 2
     width = decoder_weight_bytes(config.target) + hf_width + 4
+    ranks, of_what = config.plan.sharing(section.parallel)
     return Plan(
         stage="eval",
         state=_state(config, head),
@@ -33,11 +34,11 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         tokens=replies * section.max_new_tokens,
         storage_bytes=_REPORT_BYTES,
         objects=_OBJECTS,
-        peak_memory_bytes=target.parameters * width,
+        peak_memory_bytes=target.of_rank(ranks)[0] * width,
         basis=(
             f"{prompts} prompts ({limit}), "
             f"up to {section.max_turns} turns of {section.max_new_tokens} tokens",
-            "memory: the target twice (decoder and Hugging Face) and once in fp32",
+            f"{of_what}: the target twice (decoder and Hugging Face) and once in fp32",
         ),
     )
 

@@ -50,8 +50,10 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     requests = section.slots(device) if local else section.generator.concurrency
     advice = "on a GPU servers of the target answer faster: synth.generator.backend=vllm or sglang"
     tokens = section.max_prompt_tokens + section.max_new_tokens
-    weights = target.parameters * decoder_weight_bytes(config.target)
-    key_values = requests * tokens * target.key_value_bytes
+    ranks, of_what = config.plan.sharing(section.parallel)
+    parameters, key_value_bytes = target.of_rank(ranks)
+    weights = parameters * decoder_weight_bytes(config.target)
+    key_values = requests * tokens * key_value_bytes
     memory = {"weights": weights, "keys and values": key_values} if local else {}
     return Plan(
         stage="synth",
@@ -67,8 +69,9 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         basis=(
             *counts.basis,
             f"target: {target.parameters:,} parameters; {target.origin}",
-            f"memory{'' if local else ' of all servers'}: {readable_bytes(weights)} a copy of the "
-            f"target, {readable_bytes(key_values)} for {requests:,} requests of {tokens:,} tokens",
+            f"{of_what if local else 'memory of all servers'}: {readable_bytes(weights)} a copy of "
+            f"the target, {readable_bytes(key_values)} for {requests:,} requests of {tokens:,} "
+            "tokens",
             f"storage: {_BYTES_PER_TOKEN:.0f} bytes a token of compressed Parquet",
             *((advice,) if local and device == "cuda" else ()),
         ),

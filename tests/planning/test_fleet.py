@@ -72,6 +72,28 @@ def test_the_command_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "123,843" in text and "eagle3 synth" not in text
 
 
+def test_processes_that_share_the_target_hold_a_part_each(tmp_path: Path) -> None:
+    """The embedding whole; each of 8 has its own key/value head, of 16 two have the same."""
+    embedding = 128_256 * 8_192
+    local = ["synth.generator={}", "features.backend=local", "features.engine={}"]
+    shared = [f"{stage}.parallel=tensor" for stage in ("synth", "features", "eval")]
+    for ranks, heads in ((1, 8), (8, 1), (16, 1)):
+        config = fleet(tmp_path, *local, *shared, f"plan.ranks={ranks}")
+        own = embedding + -(-(70_553_706_496 - embedding) // ranks)
+        synth, features, _, evaluated = plans(config)
+        assert synth.memory["weights"] == 2 * own == features.memory["weights"]
+        assert evaluated.peak_memory_bytes == 8 * own
+        assert config.synth is not None
+        entries = config.synth.slots("cpu") * (config.synth.max_prompt_tokens + 1_024)
+        assert synth.memory["keys and values"] == entries * 80 * 2 * heads * 128 * 2
+        said = f"memory of each of {ranks} processes (plan.ranks)"
+        assert all(
+            any(said in line for line in each.basis) for each in (synth, features, evaluated)
+        )
+    alone = plans(fleet(tmp_path, *local, "plan.ranks=8"))[0]
+    assert alone.memory["weights"] == 2 * 70_553_706_496
+
+
 def test_workers_belong_to_plans(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", "-c", str(FILE), "--workers", "2"])
