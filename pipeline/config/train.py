@@ -35,8 +35,9 @@ class HeadSection(Section):
     num_key_value_heads: int | None = Field(None, gt=0)
     """Key/value heads; None takes the target's."""
     init_layer: Literal["least_squares", "target_last", "random"] = "least_squares"
-    """Start from the target's last layer where shapes fit; least_squares then solves fc, values and
-    MLP output on the first batches, 30 labels for each of its 4 · hidden size regressors."""
+    """least_squares solves fc, values and MLP output on the first batches, 30 labels for each of
+    its 4 · hidden size regressors, beside random queries, keys and neurons; target_last copies the
+    target's last layer where shapes fit."""
     init_lm_head: Literal["target", "random"] = "target"
     """Start lm_head from the target's rows of the draft vocabulary."""
     fc_norm: bool = False

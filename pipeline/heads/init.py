@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from pipeline.console import notice
 from pipeline.errors import ConfigError
 from pipeline.heads.base import BorrowedRows, DraftingHead, DraftShape, RmsNorm, SwiGluMlp
 from pipeline.heads.rope import rope_of_target
@@ -146,6 +147,16 @@ def random_init(head: DraftingHead, seed: int) -> None:
                 parameter.copy_(start.normal_(0, _INIT_STD, generator=generator))
             else:
                 parameter.fill_(1.0)
+
+
+#: What `init_fc` does, for people.
+FC_START = "fc: identity on the high layer"
+
+
+def print_start(who: str, begun: str, copied: Sequence[str]) -> None:
+    """What of a new head is not random: matrices that are `begun` simply, parts of the target."""
+    parts = [begun, *([f"from the target: {', '.join(copied)}"] if copied else [])]
+    notice("train", f"{who} with {'; '.join(parts)}; all else is random")
 
 
 def init_fc(head: DraftingHead) -> None:

@@ -366,7 +366,9 @@ def test_heads_that_read_the_final_state_train(
     store_states(config, samples)
     run(config)
     first, last = lines_of(config)[0], lines_of(config)[-1]
-    assert last["loss"] < first["loss"] - 0.05 and last["acc_1"] > 0.8
+    # Of two samples, nearly all is solved before the first step.
+    fallen = 0.0 if init == "least_squares" else 0.05
+    assert last["loss"] < first["loss"] - fallen and last["acc_1"] > 0.8
     made, _ = load_head(head_of(config))
     assert isinstance(made, ChainedHead) and made.aux_projection is None
     torch.testing.assert_close(made.target_norm, described.weights.final_norm().float())

@@ -71,7 +71,7 @@ def test_norms_of_the_configuration_reach_the_head(
 
 
 def test_starting_weights_come_from_the_target(target_directory: Path) -> None:
-    section = HeadSection(draft_vocab_size=10, intermediate_size=16)
+    section = HeadSection(draft_vocab_size=10, intermediate_size=16, init_layer="target_last")
     shape = head_shape(section, target_directory)
     vocabulary = DraftVocabulary(torch.arange(5, 95, 9), 1.0)
     weights = TargetWeights(target_directory)
@@ -123,7 +123,12 @@ def started(
     """A family, a random target of it, and a head that begins from it."""
     directory = save_family(request.param, tmp_path_factory.mktemp("family"), tiny_target)
     target = open_target(TargetSection(source=str(directory), device="cpu", dtype="float32"))
-    section = HeadSection(draft_vocab_size=48, intermediate_size=16, max_share_of_target=1)
+    section = HeadSection(
+        draft_vocab_size=48,
+        intermediate_size=16,
+        max_share_of_target=1,
+        init_layer="target_last",
+    )
     shape = head_shape(section, directory)
     vocabulary = DraftVocabulary(torch.arange(1, 96, 2), 1.0)
     head = new_head(

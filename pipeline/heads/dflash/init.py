@@ -34,13 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config import TrainSection
-from pipeline.console import notice
 from pipeline.errors import ConfigError
 from pipeline.heads.algorithm import check_fixed
 from pipeline.heads.dflash import ALGORITHM, fixed
 from pipeline.heads.dflash.blocks import BlockAttention, cut_blocks, draw_anchors
 from pipeline.heads.dflash.shape import BlockLayer, BlockQkv, ContextKeys, DflashHead, DflashShape
 from pipeline.heads.init import (
+    FC_START,
     DraftVocabulary,
     check_sizes,
     copy_plain_layer,
@@ -48,6 +48,7 @@ from pipeline.heads.init import (
     init_lm_head,
     inverse_norm,
     measured_on,
+    print_start,
     random_init,
     shape_for,
 )
@@ -105,12 +106,12 @@ def new_head(
     init_fc(head)
     init_lm_head(head, weights.lm_head(), weights.final_norm())
     output = "output rows, which it keeps, and norm" if shape.target_lm_head else "lm_head and norm"
-    copied = ["fc: identity on the high layer", output]
+    copied = [output]
     if section.block.init_layers != "random":
         last = range(num_layers - shape.num_hidden_layers, num_layers)
         copied += copy_layers(head, [weights.layer(index) for index in last])
     copied += _blank_outputs(head, weights.embedding())
-    notice("train", f"head starts from the target's {', '.join(copied)}; all else is random")
+    print_start("head starts", FC_START, copied)
     return head
 
 

@@ -14,9 +14,9 @@ last norm (w / (w² + ε), as some weights are next to nothing). So
     4  norm    w times the cosine between prediction and truth on labels that were held out: an
                unsure head is an unsure distribution
 
-Attention is as it was started, so step 2 is meant for the own token and 3 sees what attention makes
-of it; queries and keys that made every token find itself began better and ended the same
-(docs/log.md).
+Attention is random, so step 2 is meant for the own token and 3 sees what attention makes of it.
+Queries and keys that made every token find itself began better and ended the same; those of the
+target's last layer, and its neurons, end worse (docs/log.md).
 
 Only step 0 is solved. Later steps of the unroll, context, and everything that is not linear are
 training's part.
@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from pipeline.config import HeadSection, TrainSection
-from pipeline.console import notice
 from pipeline.errors import ConfigError
 from pipeline.heads.algorithm import check_fixed
 from pipeline.heads.eagle3 import ALGORITHM
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape, has_other_window
 from pipeline.heads.eagle3.ttt import Layer, unroll
 from pipeline.heads.init import (
+    FC_START,
     LEAST_SURE,
     SIZES,
     DraftVocabulary,
@@ -54,6 +54,7 @@ from pipeline.heads.init import (
     init_fc,
     init_lm_head,
     inverse_norm,
+    print_start,
     random_init,
     shape_for,
 )
@@ -108,13 +109,13 @@ def new_head(
     random_init(head, seed)
     head.set_vocabulary(vocabulary.target_ids)
     init_fc(head)
-    copied = ["fc: identity on the high layer"]
+    copied = list[str]()
     if settings.init_lm_head == "target":
         init_lm_head(head, weights.lm_head(), weights.final_norm())
         copied.append("lm_head and norm")
-    if settings.init_layer != "random":
+    if settings.init_layer == "target_last":
         copied += copy_layer(head, weights.layer(num_layers - 1))
-    notice("train", f"head starts from the target's {', '.join(copied)}; all else is random")
+    print_start("head starts", FC_START, copied)
     return head
 
 

@@ -9,7 +9,7 @@ predicts the final state behind the token that it reads.
     3  final norm     the target's, times the cosine between prediction and truth
     4  head 0's MLP   what is left of y, on the MLP's own activations
 
-The others' MLPs and every attention begin as the target's last layer, a tenth of it.
+The others' MLPs and every attention begin as random.
 
 Shapes: R rows (labels), H hidden size, I intermediate size, V target vocabulary.
 """
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TrainSection
-from pipeline.console import notice
 from pipeline.errors import ConfigError
 from pipeline.heads.algorithm import check_fixed
 from pipeline.heads.init import (
+    FC_START,
     LEAST_SURE,
     DraftVocabulary,
     Fit,
@@ -36,6 +36,7 @@ from pipeline.heads.init import (
     fit_of,
     fold_norm,
     inverse_norm,
+    print_start,
     random_init,
     shape_for,
 )
@@ -100,11 +101,11 @@ def new_head(
     random_init(head, seed)
     head.set_vocabulary(vocabulary.target_ids)
     rows = weights.lm_head() if settings.init_lm_head == "target" else None
-    copied = init_chain(head, rows, weights.final_norm())
-    if settings.init_layer != "random":
+    begun = init_chain(head, rows, weights.final_norm())
+    copied = ["lm_head and norms"] if rows is not None else []
+    if settings.init_layer == "target_last":
         copied += copy_layers(head, weights.layer(num_layers - 1))
-    which = f"{shape.heads} heads start alike, from the target's"
-    notice("train", f"{which} {', '.join(copied)}; all else is random")
+    print_start(f"{shape.heads} heads start alike,", begun, copied)
     return head
 
 
@@ -245,20 +246,18 @@ def _rotary(head: ChainedHead, batch: TrainBatch) -> RotaryTable:
 _LAYER_SCALE = 0.1
 
 
-def init_chain(
-    head: ChainedHead, target_lm_head: Tensor | None, target_final_norm: Tensor
-) -> list[str]:
+def init_chain(head: ChainedHead, target_lm_head: Tensor | None, target_final_norm: Tensor) -> str:
     """Every head passes on what it reads: input_proj is near the identity on the hidden half.
 
     fc starts near the identity on the high aux state. target_lm_head [V, H], whose rows lm_head
     takes; target_final_norm [H]. Returns what begins so.
     """
-    size, begun = head.shape.hidden_size, ["input_proj: identity on the hidden state"]
+    size, begun = head.shape.hidden_size, "input_proj: identity on the hidden state"
     with torch.no_grad():
         if head.shape.chain_input == "aux":
             head.fc.weight.mul_(0.1)
             head.fc.weight[:, -size:] += torch.eye(size)
-            begun.append("fc: identity on the high layer")
+            begun = f"{FC_START}, {begun}"
         else:
             head.target_norm.copy_(target_final_norm)
         for number, layer in enumerate(head.layers):
@@ -270,7 +269,6 @@ def init_chain(
                 layer.hidden_layernorm.weight.copy_(inverse_norm(target_final_norm))
         if target_lm_head is not None:
             head.lm_head.weight.copy_(target_lm_head[head.target_ids()])
-            begun.append("lm_head and norms")
     return begun
 
 
