@@ -35,8 +35,8 @@ def test_a_right_server_in_fp32_takes_the_decoders_rounds(
     assert seen.shape is not None and seen.shape.label == f"{drafts}/1/{drafts + 1}"
     assert seen.exact and len(seen.reported) == len(seen.compared) == 16
     assert seen.measured_noise is not None and seen.measured_noise < 0.001
-    line.assert_same_rounds(line.head, seen, tmp_path / "disturbed")
-    assert seen.paired is not None and seen.paired.decoder.value > 1.2
+    paired = seen.paired
+    assert paired is not None and paired.server == paired.decoder.value > 1.2
 
 
 @pytest.mark.parametrize("report", ["float32", "bfloat16"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +14,13 @@ from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.eagle3.ttt import TttModel
 from pipeline.heads.trained import TrainedModel
 from pipeline.heads.unrolled import Objective
-from pipeline.learning.batches import ROW_MULTIPLE, TrainBatch, fill_up
+from pipeline.learning.batches import ROW_MULTIPLE, fill_up
 from tests.train import test_chained, test_dflash, test_dspark
 from tests.train.memory_corpus import pack_samples
 from tests.train.test_unroll import constants, documents, with_alternatives
 
 __all__ = ["blocks", "dspark"]  # fixtures
 blocks, dspark = test_dflash.head, test_dspark.head
-Made = Callable[..., TrainedModel[Any]]
 
 
 @pytest.fixture(params=["eagle3", "chain", "blocks", "dspark"])
@@ -98,5 +96,5 @@ def test_what_is_filled_up_says_what_is_not_its_own() -> None:
 def test_pasts_stay_what_they_are() -> None:
     batch = pack_samples(documents())
     assert replace(batch, pasts=(1, 0, 2)).padded().pasts == (1, 0, 2, 6)
-    full: TrainBatch = batch.padded()
+    full = batch.padded()
     assert full.padded() is full

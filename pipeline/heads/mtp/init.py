@@ -35,6 +35,7 @@ from pipeline.heads.init import (
     copy_plain_layer,
     fit_of,
     fold_norm,
+    init_fc,
     inverse_norm,
     print_start,
     random_init,
@@ -255,8 +256,7 @@ def init_chain(head: ChainedHead, target_lm_head: Tensor | None, target_final_no
     size, begun = head.shape.hidden_size, "input_proj: identity on the hidden state"
     with torch.no_grad():
         if head.shape.chain_input == "aux":
-            head.fc.weight.mul_(0.1)
-            head.fc.weight[:, -size:] += torch.eye(size)
+            init_fc(head)
             begun = f"{FC_START}, {begun}"
         else:
             head.target_norm.copy_(target_final_norm)
