@@ -1,4 +1,4 @@
-"""Many processes on synth and features of one run, started together, up to ten of them killed.
+"""Many processes on synth and features of one run, started together, ten of them killed.
 
 What comes out is what one undisturbed process makes. A warmed interpreter forks the processes, so
 that none costs imports.
@@ -24,29 +24,50 @@ from pipeline.store.verify import verify_run
 from pipeline.synth.stage import run as run_synth
 
 KILLS = 10
+#: A process is killed at one of its first accesses to the store, this many at most.
+ACCESSES = 40
 
 FLEET = """
-import json, os, random, signal, sys, time
+import json, os, random, signal, sys, threading
 import torch, torch._dynamo, transformers.models.llama.modeling_llama
 import pipeline.features.writer, pipeline.synth.generate.local, pipeline.synth.stage
 from pipeline.config import load
 from pipeline.errors import Eagle3Error
 from pipeline.features.stage import run as run_features
+from pipeline.store.location import Location
 from pipeline.synth.stage import run as run_synth
 
 torch.set_num_threads(1)
-file, uri, workers, kills, slow, parts = sys.argv[1:]
-workers, kills, slow, parts = int(workers), int(kills), float(slow), parts == "parts"
+file, uri, workers, kills, accesses, parts = sys.argv[1:]
+workers, kills, accesses, parts = int(workers), int(kills), int(accesses), parts == "parts"
 RUNS = {"synth": run_synth, "features": run_features}
 if uri.startswith("gs://"):
     import gcsfs
 
 
-def start(stage, index):
+def kill_at(access, seconds):
+    # This process, a moment after it turns to the store for the n-th time.
+    attempt = Location._attempt
+
+    def counted(*arguments, **options):
+        nonlocal access
+        access -= 1
+        if access == 0:
+            death = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+            death.daemon = True  # else a process that is done would wait for it
+            death.start()
+        return attempt(*arguments, **options)
+
+    Location._attempt = counted
+
+
+def start(stage, index, doom):
     child = os.fork()
     if child:
         return child
     code = 1
+    if doom:
+        kill_at(*doom)
     try:
         options = {"shard": f"{index}/{workers}"} if parts else {}
         RUNS[stage](load(file, [f"run.uri={uri}", "run.claim_seconds=5"], **options))
@@ -57,21 +78,23 @@ def start(stage, index):
     except BaseException:
         import traceback
         traceback.print_exc()
+    if doom:  # it was quicker than the moment
+        os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)
 
 
 def work(stage, draw):
     codes, killed = [], 0
-    children = {start(stage, index): index for index in range(workers)}
+    # Counted in accesses, not in seconds: a quick machine would be done before it is killed.
+    moments = [(draw.randint(1, accesses), draw.uniform(0, 0.05)) for _ in range(kills)]
+    doomed = iter(moments)
+    children = {start(stage, index, next(doomed, None)): index for index in range(workers)}
     while children:
-        if killed < kills:
-            time.sleep(draw.uniform(0, slow))
-            os.kill(draw.choice(sorted(children)), signal.SIGKILL)
         child, status = os.wait()
         index = children.pop(child)
         if os.WIFSIGNALED(status):
             killed += 1
-            children[start(stage, index)] = index
+            children[start(stage, index, next(doomed, None))] = index
         else:
             codes.append(os.waitstatus_to_exitcode(status))
     return {"killed": killed, "codes": codes}
@@ -81,10 +104,10 @@ print(json.dumps({stage: work(stage, random.Random(3)) for stage in RUNS}))
 """
 
 
-def run_fleet(file: Path, uri: str, workers: int, slow: float, how: str) -> dict[str, dict]:  # type: ignore[type-arg]
+def run_fleet(file: Path, uri: str, workers: int, how: str) -> dict[str, dict]:  # type: ignore[type-arg]
     command = [sys.executable, "-W", "ignore", "-c", FLEET, str(file), uri, str(workers)]
     done = subprocess.run(
-        [*command, str(KILLS // 2), str(slow), how],
+        [*command, str(KILLS // 2), str(ACCESSES), how],
         capture_output=True,
         text=True,
         check=False,
@@ -92,9 +115,7 @@ def run_fleet(file: Path, uri: str, workers: int, slow: float, how: str) -> dict
     )
     assert done.returncode == 0, done.stderr
     outcome: dict[str, dict] = json.loads(done.stdout.splitlines()[-1])  # type: ignore[type-arg]
-    # A stage whose shards are nearly all committed may end before its last kill.
-    killed = [stage["killed"] for stage in outcome.values()]
-    assert min(killed) > 0 and sum(killed) >= KILLS // 2, outcome
+    assert sum(stage["killed"] for stage in outcome.values()) == KILLS, outcome
     print(done.stderr)  # shown when the test fails
     return outcome
 
@@ -116,7 +137,7 @@ def test_killed_processes_leave_what_one_undisturbed_process_makes(
     uri = str(tmp_path / "fleet")
     if kind == "gs":
         uri = f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
-    outcome = run_fleet(file, uri, workers, {"local": 0.6, "gs": 1.5}[kind], how)
+    outcome = run_fleet(file, uri, workers, how)
     stages: tuple[Stage, ...] = ("synth", "features")
     for stage in stages:
         codes = outcome[stage]["codes"]
