@@ -479,3 +479,23 @@ def test_a_deleted_working_directory_is_named() -> None:
     lines = done.stderr.splitlines()
     assert done.stdout.split() == ["2"] * 7 and len(lines) == 7, done.stderr
     assert all(line.startswith("error: the working directory: cannot be found") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("own", "turns"),
+    [({}, 2000), ({"OMP_WAIT_POLICY": "passive"}, 0), ({"GOMP_SPINCOUNT": "7"}, 7)],
+)
+def test_waiting_threads_spin_briefly_by_default(own: dict[str, str], turns: int) -> None:
+    free = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "import pipeline, torch"],
+        env={**free, **own, "OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"GOMP_SPINCOUNT = '{turns}'" in done.stderr  # what GNU OpenMP says of itself
