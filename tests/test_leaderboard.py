@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -269,6 +271,24 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
         bench(8, "synth.max_prompts=10").result(follows, 1000, 0)
     assert sorted(stage for stage, _ in asked) == ["synth", "train"]
     assert not (tmp_path / "window-10/1000-0/features").is_symlink()
+
+
+def test_processes_that_begin_together_choose_the_same_folder(tmp_path: Path) -> None:
+    """Before either has begun a stage in it."""
+    [row, other] = read_experiments(ROOT / "experiments", ["default", "alternatives"])
+    together, drawn = threading.Barrier(4), ["synth.max_prompts=10"]
+
+    def choose(experiment: Experiment) -> Path:
+        bench = Bench(BASE, tmp_path, [], common=drawn, prompts_per_set=2, new_tokens=8)
+        config = configured(BASE, experiment, drawn)
+        together.wait()
+        return bench._data(config)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(choose, [row] * 4)) == {tmp_path / "data/0"}
+        assert set(pool.map(choose, [other] * 4)) == {tmp_path / "data/1"}
+    assert (tmp_path / "data/1/synth").readlink() == Path("../0/synth")
+    assert {each.name for each in tmp_path.iterdir()} == {"data"}
 
 
 def test_a_key_that_is_younger_than_a_result_changes_nothing(tmp_path: Path) -> None:

@@ -13,12 +13,16 @@ A cell with a result is done; one without continues where it was killed.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
+from uuid import uuid4
 
 from bench.leaderboard.experiment import Experiment, configured
 from bench.leaderboard.peers import train_peer
@@ -59,6 +63,9 @@ TREE = TreeSection(top_k=4, steps=5, nodes=16)
 #: Requests decoded together; acceptance does not depend on it.
 _SLOTS = 8
 RESULT = "result.json"
+#: What rows share, and the file in its folder that says what it is made from before it is begun.
+_DATA: tuple[Stage, ...] = ("synth", "features")
+_PURPOSE = "purpose.json"
 
 
 class Bench:
@@ -119,29 +126,38 @@ class Bench:
         """Make synth and features once for all rows with the same data, and all their seeds."""
         config = configured(self._base, experiment, self._common)
         data = self._data(config)
-        overrides = [*experiment.overrides(), *self._common, f"run.uri={data}"]
-        stages: tuple[Stage, ...] = ("synth",) if config.train.follow else ("synth", "features")
-        for stage in stages:
-            if find_manifest(str(data), stage) is None:
-                self._run(stage, overrides)
+        overrides = [*experiment.overrides(), *self._common]
+        for stage in _DATA[:1] if config.train.follow else _DATA:
+            home = (data / stage).resolve().parent  # samples may be another folder's
+            if find_manifest(str(home), stage) is None:
+                self._run(stage, [*overrides, f"run.uri={home}"])
             cell.mkdir(parents=True, exist_ok=True)
             link = cell / stage
             if not link.is_symlink():
                 link.symlink_to(os.path.relpath(data / stage, cell))
 
     def _data(self, config: RunConfig) -> Path:
-        """The folder that has the stages of this configuration, or will have them."""
+        """The folder that has the stages of this configuration, or will have them.
+
+        Processes that look at once agree on it: a folder says what it is for before it is there.
+        """
         above = self._folder / "data"
         above.mkdir(parents=True, exist_ok=True)
-        same = [each for each in sorted(above.iterdir()) if _changes(config, each, "synth") == {}]
-        for folder in same:
-            if not _changes(config, folder, "features"):
-                return folder
-        fresh = next(each for n in count() if not (each := above / str(n)).exists())
-        fresh.mkdir()
-        if same:  # states of another kind, of the same samples
-            (fresh / "synth").symlink_to(os.path.relpath(same[0] / "synth", fresh))
-        return fresh
+        while True:
+            same = [each for each in sorted(above.iterdir()) if _is_for(config, each, "synth")]
+            for folder in same:
+                if _is_for(config, folder, "features"):
+                    return folder
+            fresh = next(each for n in count() if not (each := above / str(n)).exists())
+            unnamed = self._folder / f".{uuid4().hex}"
+            unnamed.mkdir()
+            purpose = {stage: config.section_hash(stage) for stage in _DATA}
+            (unnamed / _PURPOSE).write_text(json.dumps(purpose), encoding="utf-8")
+            if same:  # states of another kind, of the same samples
+                (unnamed / "synth").symlink_to(os.path.relpath(same[0] / "synth", fresh))
+            with suppress(OSError):  # another process has taken the number, perhaps for the same
+                return unnamed.rename(fresh)
+            shutil.rmtree(unnamed)
 
     def _head_of(self, row: str, cell: Path) -> Trained:
         """The head that another row has trained on the same tokens, which must be measured."""
@@ -237,6 +253,15 @@ class Bench:
                 for name, each in sorted(done.items())
             ),
         )
+
+
+def _is_for(config: RunConfig, folder: Path, stage: Stage) -> bool:
+    """Whether a folder of data has a stage of this configuration, or will have it."""
+    changes = _changes(config, folder, stage)
+    if changes is not None:
+        return not changes
+    named = folder / _PURPOSE
+    return named.is_file() and json.loads(named.read_bytes())[stage] == config.section_hash(stage)
 
 
 def _changes(config: RunConfig, folder: Path, stage: Stage) -> dict[str, tuple[str, str]] | None:
