@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -33,6 +34,7 @@ from pipeline.config import (
 from pipeline.errors import ConfigError
 from pipeline.records import STAGES, Stage
 
+ROOT = Path(__file__).resolve().parents[1]
 TREE: dict[str, Any] = {
     "target": {"source": "some/model"},
     "synth": {"sources": [{"source": "prompts.jsonl"}]},
@@ -499,3 +501,19 @@ def test_waiting_threads_spin_briefly_by_default(own: dict[str, str], turns: int
         check=True,
     )
     assert f"GOMP_SPINCOUNT = '{turns}'" in done.stderr  # what GNU OpenMP says of itself
+
+
+def test_every_refusal_of_a_section_says_what_to_do() -> None:
+    """After a semicolon; the section's own text, shown in its place, would be no advice."""
+    silent = []
+    for file in sorted((ROOT / "pipeline/config").glob("*.py")):
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            decorators = " ".join(map(ast.unparse, function.decorator_list))
+            if "model_validator" not in decorators and not function.name.startswith("check_"):
+                continue
+            raised = [each for each in ast.walk(function) if isinstance(each, ast.Raise)]
+            texts = [ast.unparse(each.exc) for each in raised if each.exc]
+            silent += [text for text in texts if "ValueError" in text and "; " not in text]
+    assert not silent

@@ -116,9 +116,9 @@ def check_endpoint(url: str, *, with_key: bool) -> None:
     except ValueError:
         host = None
     if not url.startswith(("http://", "https://")) or not host:
-        raise ValueError("endpoints must start with http:// or https:// and name a host")
+        raise ValueError("an endpoint is no URL; write http:// or https:// and a host")
     if parts.username is not None or "?" in url or "#" in url:
-        raise ValueError("endpoints must be addresses alone, without user, key or query")
+        raise ValueError("an endpoint is more than an address; leave user, key and query out")
     if with_key and parts.scheme == "http" and not is_this_machine(host):
         raise ValueError(
             "the API key would cross the network unencrypted; use https://, "

@@ -85,11 +85,11 @@ class SelfSpecSection(Section):
     @model_validator(mode="after")
     def _fits_into_the_budget(self) -> SelfSpecSection:
         if self.budget != "auto" and self.recent >= self.budget:
-            raise ValueError(f"recent is {self.recent}, it must be below budget {self.budget}")
+            raise ValueError(f"recent is not below budget; set it below {self.budget}")
         if self.window > self.recent:
-            raise ValueError(f"window is {self.window}, at most recent ({self.recent}) is possible")
+            raise ValueError(f"window is above recent; set it to at most {self.recent}")
         if self.pool % 2 == 0:
-            raise ValueError(f"pool is {self.pool}, it must be odd")
+            raise ValueError(f"pool is even; set it to {self.pool - 1} or {self.pool + 1}")
         return self
 
 
@@ -231,6 +231,13 @@ class DrafterSection(Section):
         if self.name in DRAFTERS:
             return DRAFTERS[self.name].trained
         return not entry_points(group=DRAFTER_GROUP, name=self.name)
+
+    def check_head(self, head: str | None) -> None:
+        """Raise ValueError where it lacks a head, or would not draft with the one it is given."""
+        if self.needs_head and head is None:
+            raise ValueError(f"drafter {self.name} needs a head; set head")
+        if head is not None and not self.needs_head:
+            raise ValueError(f"drafter {self.name} has no head; leave head out")
 
 
 #: Every setting of our drafters, for messages; no name has two meanings.

@@ -43,9 +43,7 @@ class RivalSection(Section):
             raise ValueError("a rival's budget cannot be auto; give a number of entries")
         if self.drafter.name == "none":
             raise ValueError("plain decoding is measured anyway; leave it out")
-        if self.drafter.needs_head != (self.head is not None):
-            verb = "needs" if self.drafter.needs_head else "has no"
-            raise ValueError(f"drafter {self.drafter.name} {verb} head")
+        self.drafter.check_head(self.head)
         return self
 
 
@@ -68,11 +66,11 @@ class LoadSection(Section):
     @model_validator(mode="after")
     def _can_be_run(self) -> LoadSection:
         if any(count < 1 for count in self.concurrency):
-            raise ValueError("concurrency is at least 1")
+            raise ValueError("concurrency holds a number below 1; leave it out")
         if any(length < 1 for length in self.contexts):
-            raise ValueError("a context has at least 1 token")
+            raise ValueError("contexts holds a number below 1; leave it out")
         if any(temperature < 0 for temperature in self.temperatures):
-            raise ValueError("a temperature is not negative")
+            raise ValueError("temperatures holds a number below 0; leave it out")
         return self
 
 
@@ -135,8 +133,8 @@ class EvalSection(Section):
                 "drafter.budget=auto is picked together with the tree; "
                 "set tree to auto, or budget to a number of entries"
             )
-        if self.head is not None and not self.drafter.needs_head:
-            raise ValueError(f"head belongs to a trained drafter, not to {self.drafter.name}")
+        if self.head is not None:
+            self.drafter.check_head(self.head)
         if self.parallel == "tensor" and self.load.concurrency:
             raise ValueError(
                 "load.concurrency lets requests arrive by the clock, which several processes do "
@@ -144,5 +142,6 @@ class EvalSection(Section):
             )
         names = [rival.name for rival in self.compare]
         if len({*names, *_RESERVED}) < len(names) + len(_RESERVED):
-            raise ValueError(f"names of compare differ from one another and from {_RESERVED}")
+            reserved = ", ".join(sorted(_RESERVED))
+            raise ValueError(f"compare has a name twice, or one of {reserved}; choose others")
         return self

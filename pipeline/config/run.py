@@ -110,7 +110,7 @@ class JobsSection(Section):
     @model_validator(mode="after")
     def _evaluates_once(self) -> JobsSection:
         if self.of("eval").workers > 1:
-            raise ValueError("stages.eval.workers must be 1: eval measures on one machine")
+            raise ValueError("eval measures on one machine; set stages.eval.workers to 1")
         return self
 
     def of(self, stage: Stage) -> StageJobSection:

@@ -47,7 +47,7 @@ class LiveServerSection(Section):
             with_key = self.api_key_env is not None and not self.allow_plain_http
             check_endpoint(self.url, with_key=with_key)
         if any(count < 1 for count in self.concurrency):
-            raise ValueError("concurrency must be positive")
+            raise ValueError("concurrency holds a number below 1; leave it out")
         return self
 
 

@@ -220,7 +220,7 @@ class GeneratorSection(Section):
         for url in self.endpoints:
             check_endpoint(url, with_key=bool(self.api_key_env) and not self.allow_plain_http)
         if len({url.rstrip("/") for url in self.endpoints}) < len(self.endpoints):
-            raise ValueError("an endpoint is listed twice")
+            raise ValueError("an endpoint is listed twice; leave one out")
         if self.backend == "sglang" and self.prompt == "text":
             raise ValueError("backend sglang takes token ids; set prompt to tokens")
         return self
@@ -335,7 +335,7 @@ class SynthSection(Section):
         if self.category_shares and not any(limits):
             raise ValueError("category_shares decides draws; set max_prompts or a source's limit")
         if self.category_shares and "category" not in self.balance:
-            raise ValueError("category_shares needs category in balance")
+            raise ValueError("category_shares needs category in balance; add it there")
         if self.parallel == "tensor" and self.generator.backend != "local":
             raise ValueError(
                 "parallel splits the bundled decoder's target; start the servers so, "
@@ -343,7 +343,7 @@ class SynthSection(Section):
             )
         names = [variant.name for variant in self.mix]
         if len(set(names)) < len(names):
-            raise ValueError("mix has two variants of one name")
+            raise ValueError("mix has two variants of one name; rename one")
         overrides = [each.sampling for each in self.sources] + [each.sampling for each in self.mix]
         if self.generator.backend == "openai" and (
             self.top_k or any(override and override.top_k for override in overrides)
@@ -363,9 +363,8 @@ class SynthSection(Section):
                 "synth.drafter.budget cannot be auto: replies must not depend on timings; "
                 "give a number of entries"
             )
-        if self.drafter is not None and self.drafter.needs_head != (self.head is not None):
-            needs = "needs synth.head" if self.drafter.needs_head else "does not use synth.head"
-            raise ValueError(f"synth.drafter {self.drafter.name} {needs}")
+        if self.drafter is not None:
+            self.drafter.check_head(self.head)
         return self
 
     shard_prompts: int = Field(256, gt=0)

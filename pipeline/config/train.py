@@ -82,7 +82,8 @@ class HeadSection(Section):
             return
         if train.ttt_steps < self.heads:
             raise ValueError(
-                f"ttt_steps is {train.ttt_steps}, too few to train {self.heads} heads: one a step"
+                f"ttt_steps is {train.ttt_steps}, too few to train {self.heads} heads; "
+                "set it to one a head, or more"
             )
         _refuse_switches(train, "requires head_config.heads: 1")
 
@@ -288,7 +289,7 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _steps_whole_matrices(self) -> TrainSection:
         if self.optimizer == "muon" and self.zero_stage:
-            raise ValueError("optimizer muon needs whole matrices, which ZeRO cuts: zero_stage 0")
+            raise ValueError("optimizer muon needs matrices that ZeRO cuts; set zero_stage to 0")
         return self
 
     @model_validator(mode="after")

@@ -274,9 +274,9 @@ def test_traces_and_costs(target: DecoderModel, kind: str) -> None:
     ("settings", "problem"),
     [
         ({"budget": 64}, "budget"),
-        ({"budget": 128, "recent": 128}, "below budget 128"),
-        ({"window": 65}, r"at most recent \(64\)"),
-        ({"pool": 4}, "odd"),
+        ({"budget": 128, "recent": 128}, "set it below 128"),
+        ({"window": 65}, "set it to at most 64"),
+        ({"pool": 4}, "pool is even"),
         ({"kv": "h2o"}, "streaming"),
     ],
 )

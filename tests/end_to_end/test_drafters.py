@@ -116,7 +116,7 @@ def test_rivals_take_turns_on_the_same_prompts(
     command += ["eval.tree={steps: 3, top_k: 1, nodes: 4}", "eval.max_new_tokens=24"]
     refused = [{**rivals[0], "name": "plain"}]
     assert main([*command, f"eval.compare={json.dumps(refused)}"]) == 2
-    assert "names of compare" in capsys.readouterr().err
+    assert "compare has a name twice" in capsys.readouterr().err
     few = [*command, f"eval.compare={json.dumps(rivals)}", "eval.max_prompts=7"]
     few.append(f"run.uri={tmp_path}/few")
     assert main(few) == 2 and "a verdict needs 8" in capsys.readouterr().err
@@ -247,7 +247,7 @@ def test_a_head_for_a_drafter_that_has_none_is_refused(
 ) -> None:
     command = ["eval", "-c", str(write_config())]
     assert main([*command, "eval.drafter.name=ngram", "eval.head=somewhere"]) == 2
-    assert "head belongs to a trained drafter" in capsys.readouterr().err
+    assert "has no head" in capsys.readouterr().err
     assert main([*command, "eval.drafter.name=none"]) == 2
     assert "drafter none is what every drafter is compared with" in capsys.readouterr().err
     assert main([*command, "eval.drafter.name=medusa"]) == 2

@@ -95,7 +95,7 @@ def test_contexts_that_do_not_fit_are_refused(finished: Path) -> None:
     assert filled_length(config.eval, 124) == 124
     with pytest.raises(ConfigError, match="100 tokens and a reply of 24 do not fit"):
         filled_length(config.eval, 123)
-    with pytest.raises(ConfigError, match="at least 1 token"):
+    with pytest.raises(ConfigError, match="contexts holds a number below 1"):
         load(finished, ["eval.load={contexts: [0]}"])
 
 

@@ -22,7 +22,7 @@ Configure = Callable[..., RunConfig]
     [
         ({"endpoints": ["http://a/v1"]}, "backend is local"),
         ({"backend": "vllm"}, "needs endpoints"),
-        ({"backend": "vllm", "endpoints": ["a:8000"]}, "must start with http"),
+        ({"backend": "vllm", "endpoints": ["a:8000"]}, "is no URL"),
         ({"backend": "vllm", "endpoints": ["http://a/v1", "http://a/v1/"]}, "listed twice"),
         ({"backend": "sglang", "endpoints": ["http://a"], "prompt": "text"}, "takes token ids"),
     ],
