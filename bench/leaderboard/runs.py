@@ -144,11 +144,12 @@ class Bench:
         above = self._folder / "data"
         above.mkdir(parents=True, exist_ok=True)
         while True:
+            # First, so that what another process makes meanwhile is seen below, or has this number.
+            fresh = next(each for n in count() if not (each := above / str(n)).exists())
             same = [each for each in sorted(above.iterdir()) if _is_for(config, each, "synth")]
             for folder in same:
                 if _is_for(config, folder, "features"):
                     return folder
-            fresh = next(each for n in count() if not (each := above / str(n)).exists())
             unnamed = self._folder / f".{uuid4().hex}"
             unnamed.mkdir()
             purpose = {stage: config.section_hash(stage) for stage in _DATA}

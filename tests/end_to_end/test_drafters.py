@@ -247,7 +247,7 @@ def test_a_head_for_a_drafter_that_has_none_is_refused(
 ) -> None:
     command = ["eval", "-c", str(write_config())]
     assert main([*command, "eval.drafter.name=ngram", "eval.head=somewhere"]) == 2
-    assert "has no head" in capsys.readouterr().err
+    assert "drafter ngram has no head (fix: leave head out)" in capsys.readouterr().err
     assert main([*command, "eval.drafter.name=none"]) == 2
     assert "drafter none is what every drafter is compared with" in capsys.readouterr().err
     assert main([*command, "eval.drafter.name=medusa"]) == 2

@@ -79,6 +79,7 @@ def start(stage, index, doom):
         import traceback
         traceback.print_exc()
     if doom:  # it was quicker than the moment
+        print("late", file=sys.stderr)
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(code)
 
@@ -116,6 +117,7 @@ def run_fleet(file: Path, uri: str, workers: int, how: str) -> dict[str, dict]: 
     assert done.returncode == 0, done.stderr
     outcome: dict[str, dict] = json.loads(done.stdout.splitlines()[-1])  # type: ignore[type-arg]
     assert sum(stage["killed"] for stage in outcome.values()) == KILLS, outcome
+    assert done.stderr.splitlines().count("late") < KILLS, "some are killed at work"
     print(done.stderr)  # shown when the test fails
     return outcome
 
