@@ -289,7 +289,7 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _steps_whole_matrices(self) -> TrainSection:
         if self.optimizer == "muon" and self.zero_stage:
-            raise ValueError("optimizer muon needs matrices that ZeRO cuts; set zero_stage to 0")
+            raise ValueError("muon needs whole matrices, which ZeRO cuts; set zero_stage to 0")
         return self
 
     @model_validator(mode="after")
