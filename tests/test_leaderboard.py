@@ -8,20 +8,35 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.leaderboard.experiment import Experiment, configured, read_experiments
 from bench.leaderboard.peers import train_peer
 from bench.leaderboard.results import CellResult, PromptResult, keep_results, read_results
 from bench.leaderboard.runs import TREE, Bench, _changes
-from bench.leaderboard.table import BEGIN, END, Row, draws_of, page, replace_rows, rows_of, table
+from bench.leaderboard.table import (
+    BEGIN,
+    END,
+    Row,
+    Spread,
+    Spreads,
+    interval,
+    page,
+    replace_rows,
+    rows_of,
+    table,
+)
 from bench.leaderboard.usage import Trained, Usage, run_measured
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, Eagle3Error, StageConflict
 from pipeline.records import Stage
 from pipeline.store.manifest import Awaited, Begin, stage_location
 
+#: Of seeds that are alike.
+ALIKE = Spreads(Spread(0.0, 1), Spread(0.0, 1))
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/smollm2-135m.yaml"
 
@@ -99,7 +114,7 @@ def test_a_row_against_another_has_its_changes_too(tmp_path: Path) -> None:
 def test_rows_are_compared_with_what_they_name() -> None:
     rows = [row("default", [10, 10]), row("base", [20, 20]), row("other", [21, 21])]
     other = Experiment(name="other", about="About other.", against="base")
-    lines = table([*rows[:2], rows[2]._replace(experiment=other)]).splitlines()
+    lines = table([*rows[:2], rows[2]._replace(experiment=other)], ALIKE).splitlines()
     assert "| `base` +0.100 (+0.10 … +0.10) |" in lines[2] and "| `default` +" in lines[3]
 
 
@@ -120,9 +135,9 @@ def test_a_difference_of_the_same_prompts_is_surer_than_either_row() -> None:
     tokens = [12, 18, 24, 30, 13, 17, 29, 22]
     default, other = row("default", tokens, tokens), row("other", *[[n + 1 for n in tokens]] * 2)
     assert default.tau() == pytest.approx(sum(tokens) / 80)
-    assert draws_of(default).std() > 0.1
-    lines = table([default, other]).splitlines()
-    assert "| 1,000 | `other` | 2.163 (1.7" in lines[2]
+    assert default.draws().std() > 0.1
+    lines = table([default, other], ALIKE).splitlines()
+    assert "| 1,000 | `other` | 2.163 (1.6" in lines[2]
     assert "| `default` +0.100 (+0.10 … +0.10) | 2 | 3.0 | 0.50 | abc |" in lines[2]
     assert lines[3].startswith("| 1,000 | `default` | 2.062")
 
@@ -132,10 +147,34 @@ def test_a_difference_is_over_the_seeds_that_both_have() -> None:
     default = row("default", [10, 10], [22, 22], [33, 33])
     cells = tuple(cell("other", seed, [count, count]) for seed, count in ((1, 21), (2, 31)))
     other = Row(Experiment(name="other", about="About other."), 1000, cells)
-    [line] = [line for line in table([default, other]).splitlines() if "`other`" in line]
-    assert "| 2.600 (" in line and "| `default` -0.150 (-0.20 … -0.10) | 2 |" in line
+    [line] = [line for line in table([default, other], ALIKE).splitlines() if "`other`" in line]
+    assert "| 2.600 (" in line and "| `default` -0.150 (-0.15 … -0.15) | 2 |" in line
     strangers = Row(other.experiment, 1000, (cell("other", 7, [10, 10]),))
-    assert "1.000 (1.00 … 1.00) |  | 1 |" in table([default, strangers])
+    assert "1.000 (1.00 … 1.00) |  | 1 |" in table([default, strangers], ALIKE)
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_an_interval_holds_what_is_true_as_often_as_it_says(seeds: int) -> None:
+    """Two rows that are equal but for what their seeds are worth; others say how much that is."""
+    random, runs, held, blind = np.random.default_rng(seeds), 60, 0, 0
+
+    def drawn(prompts: Any, count: int) -> Row:
+        worth, noise = random.normal(0, 0.4, (count, 1)), random.normal(0, 0.5, (count, 40))
+        return row("any", *(50 * (prompts + worth + noise)).astype(int).tolist())
+
+    for _ in range(runs):
+        prompts, spread = random.normal(20, 4, 40), []
+        for _ in range(8):
+            mine, theirs = drawn(prompts, 3), drawn(prompts, 3)
+            spread.append(mine.tau_by_seed() - theirs.tau_by_seed())
+        mine, theirs = drawn(prompts, seeds), drawn(prompts, seeds)
+        draws = mine.draws() - theirs.draws()
+        for known in (Spread.of(spread), Spread(0.0, 0)):
+            low, high = interval(draws, mine, known)
+            held += bool(known.free) and low <= 0 <= high
+            blind += not known.free and low <= 0 <= high
+    assert held >= 0.9 * runs
+    assert blind < 0.75 * runs  # planted: of prompts alone
 
 
 def test_the_newest_result_of_a_cell_is_kept(tmp_path: Path) -> None:

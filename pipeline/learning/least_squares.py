@@ -79,6 +79,10 @@ DEFAULT_STRENGTH = 1e-2
 _HELD_OUT = 8
 
 
+#: Share of a sum of squares above which a variance is more than rounding.
+_VARIES = 1e-6
+
+
 #: Numbers to predict that strengths are compared by, at most.
 _COMPARED = 1024
 
@@ -172,26 +176,33 @@ class _Error:
         self.rows += len(x)
 
     @property
+    def rest(self) -> float:
+        """Σ |y - p|²."""
+        return self.squares - 2 * self.product + self.predicted
+
+    @property
     def explained(self) -> float:
-        rest = self.squares - 2 * self.product + self.predicted
-        return 1 - rest / (self.squares - float(self.total.square().sum()) / self.rows)
+        """Share of the variance; none where what is to be predicted does not vary."""
+        variance = self.squares - float(self.total.square().sum()) / max(1, self.rows)
+        return 1 - self.rest / variance if variance > _VARIES * self.squares else 0.0
 
     @property
     def cosine(self) -> float:
-        return self.product / math.sqrt(self.squares * self.predicted)
+        size = math.sqrt(self.squares * self.predicted)
+        return self.product / size if size else 0.0
 
 
 def solve_ridge(batches: Iterable[TrainBatch], rows_of: Rows) -> Ridge:
     """The regression with the least error on held-out rows; `batches` are gone through twice.
 
-    Raises DataError for states that are not finite.
+    Raises DataError for states that are not finite, and without rows.
     """
     sums = _sum_others(batches, rows_of)
     compared = slice(None, None, -(-sums.cross.shape[1] // _COMPARED))
     errors = {strength: _Error(sums.solve(strength, compared)) for strength in STRENGTHS}
     held_out = _add_held_out(batches, rows_of, sums, errors.values(), compared)
     if held_out:
-        strength = max(STRENGTHS, key=lambda strength: errors[strength].explained)
+        strength = min(STRENGTHS, key=lambda strength: errors[strength].rest)
     else:
         strength = DEFAULT_STRENGTH
         for batch in batches:
@@ -210,6 +221,9 @@ def _sum_others(batches: Iterable[TrainBatch], rows_of: Rows) -> _Sums:
     for number, batch in enumerate(batches):
         if not _is_held_out(number):
             sums.add(*_finite(batch, rows_of))
+    if not sums.rows:
+        fix = "train on longer replies, or with a random start: train.head_config.init_layer=random"
+        raise DataError("no label teaches one of the heads", where="train, least squares", fix=fix)
     return sums
 
 

@@ -20,6 +20,8 @@ from pipeline.reports import AcceptanceFigures, Estimate, Percentiles, RoundCoun
 
 DRAWS = 2_000
 _SEED = 0
+#: 97.5 % of the normal distribution lie below.
+_Z = 1.959964
 
 _Floats = npt.NDArray[np.float64]
 
@@ -89,15 +91,19 @@ def estimate(figures: _Floats, prompts: int) -> Estimate:
     )
 
 
-def _wider(prompts: int) -> float:
-    """t / z · sqrt(n / (n - 1)) at 97.5 %, t by its series in 1 / (n - 1) (Abramowitz and Stegun,
+def student(free: int) -> float:
+    """t at 97.5 % with `free` degrees of freedom, by its series in 1 / free (Abramowitz and Stegun,
     26.7.5)."""
-    z, free = 1.959964, max(prompts - 1, 1)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    student = z + first / free + second / free**2 + third / free**3
-    return float(student / z * np.sqrt((free + 1) / free))
+    first = (_Z**3 + _Z) / 4
+    second = (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96
+    third = (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384
+    return float(_Z + first / free + second / free**2 + third / free**3)
+
+
+def _wider(prompts: int) -> float:
+    """t / z · sqrt(n / (n - 1)) at 97.5 %."""
+    free = max(prompts - 1, 1)
+    return float(student(free) / _Z * np.sqrt((free + 1) / free))
 
 
 def _ratio(above: _Floats, below: _Floats, prompts: int) -> Estimate:

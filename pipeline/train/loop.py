@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig, TrainSection, is_launched
+from pipeline.config import RunConfig, TrainSection, is_launched, world_size
 from pipeline.console import ProgressBar, long_step, notice, progress_bar
 from pipeline.decoder.drafter import copy_weights
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
-from pipeline.errors import TargetError
+from pipeline.errors import ConfigError, TargetError
 from pipeline.heads.base import BorrowedRows, DraftingHead, DraftShape
 from pipeline.heads.registry import algorithm_of, empty_head, solves_least_squares
 from pipeline.learning.batches import ReadAhead
@@ -74,6 +74,7 @@ def set_up(
     resumed = broadcast_from_rank0(checkpoints.newest)
     before = resumed.marker.progress if resumed else Progress()
     data.corpus.require_after(before.step)
+    _check_windows(config, data, before)
     if resumed is None and solves_least_squares(config.train):
         solve_least_squares(config, head, target, data)
     config, why = _for_device(config, resumed, target.device)
@@ -108,6 +109,25 @@ def set_up(
 
     metrics = rank0_only(open_metrics)
     return TrainingLoop(trainer, data, section, checkpoints, metrics, evaluator, steps, progress)
+
+
+def _check_windows(config: RunConfig, data: Data, before: Progress) -> None:
+    """Raise ConfigError where one step takes batches of more shards than features leaves in the
+    run: each would wait for the other."""
+    keep, window, schedule = config.features.keep_shards, data.corpus.window, data.schedule
+    if keep is None or window is None:
+        return
+    group, batches = world_size() * config.train.accumulate, len(schedule)
+    for first in range(before.batches, max(before.batches + 1, batches - group + 1), group):
+        last = min(first + group, batches) - 1
+        end = min(len(data.corpus), (schedule.window(last) + 1) * window)
+        needed = end - schedule.window(min(first, last)) * window
+        if needed > keep:
+            raise ConfigError(
+                f"{keep} shards stay, and one step of {group} batches takes those of {needed}",
+                where="features.keep_shards",
+                fix="raise it, lower train.accumulate, or train with fewer processes",
+            )
 
 
 def _identity(stage_run: StageRun, held_out: tuple[HeldOut, ...]) -> str:
@@ -307,9 +327,12 @@ class TrainingLoop:
         return progress.step == self.steps and not progress.reported and unlogged
 
     def _end_early(self) -> None:
-        """When one process got a SIGTERM, all end with a checkpoint."""
-        self._save()
-        notice("train", f"SIGTERM: ended with a checkpoint after step {self.progress.step:,}")
+        """When one process got a SIGTERM, all end, with a checkpoint if there is a step to keep."""
+        if step := self.progress.step:
+            self._save()
+            notice("train", f"SIGTERM: ended with a checkpoint after step {step:,}")
+        else:  # the optimiser has no state yet
+            notice("train", "SIGTERM: ended before the first step")
         raise KeyboardInterrupt
 
     def _measure(self, clock: Clock, waited: float) -> None:

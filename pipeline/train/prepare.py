@@ -14,6 +14,7 @@ draws the held-out samples, solves the least squares and broadcasts both.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -302,7 +303,8 @@ def choose_init(
         earlier, origin, chosen = None, None, algorithm(section)
         shape = chosen.init.choose_shape(section, target_directory, contract)
     settings = chosen.settings(section)
-    parameters, share = check_share(shape, contract.parameters, settings.max_share, settings.key)
+    limit = math.inf if earlier else settings.max_share  # it is as large as it is
+    parameters, share = check_share(shape, contract.parameters, limit, settings.key)
     of_target = f"{share:.2%} of the target's {contract.parameters:,}"
     notice("train", f"head: {parameters:,} parameters, {of_target}")
     return HeadInit(shape, parameters, share, earlier, origin)

@@ -341,6 +341,36 @@ def test_processes_of_a_group_follow_and_go_on_with_another_number(ready: Ready)
     assert shards_of(config) == [] and not verify_run(config.run.uri).problems
 
 
+def test_a_step_of_more_shards_than_may_lie_there_is_refused(ready: Ready) -> None:
+    """Else features would wait for room, and training for states."""
+    config = ready("run", 2, epochs=1, accumulate=8)
+    features = started(config, "features")
+    try:
+        with pytest.raises(ConfigError, match="2 shards stay, and one step of 8 batches takes"):
+            run_train(config)
+    finally:
+        features.kill()
+        features.wait()
+
+
+def test_sigterm_before_the_first_step_leaves_nothing_to_mend(
+    ready: Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, wait = ready("run", 4), follow.FollowedCorpus.wait_for
+    with features_beside(config):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                follow.FollowedCorpus,
+                "wait_for",
+                lambda self, window, *stopping: not stopping and wait(self, window),
+            )
+            with pytest.raises(KeyboardInterrupt):
+                run_train(config)
+        assert not stage_location(config.run.uri, "train").child("checkpoints").names()
+        run_train(config)
+    assert head_bytes(config)
+
+
 def test_run_makes_states_and_trains_at_one_time(ready: Ready) -> None:
     config = ready("run", 4)
     file = beside(config, "yaml")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TrainSection
+from pipeline.errors import DataError
 from pipeline.heads.eagle3.init import solve_least_squares
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.eagle3.ttt import TttModel
@@ -31,6 +32,7 @@ from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train.stage import run
 from pipeline.train.trainer import Trainer
+from tests.train.conftest import make_sample
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, lines_of
 
@@ -172,6 +174,24 @@ def test_strengths_are_compared_by_some_of_many_numbers(monkeypatch: pytest.Monk
     assert whole.weights.shape == (5, 10)
     torch.testing.assert_close(whole.weights[:, ::4], fourth.weights)
     torch.testing.assert_close(whole.moments, (x.flatten(0, 1).T @ x.flatten(0, 1)) / 360)
+
+
+@pytest.mark.parametrize(("samples", "heads"), [(1, 1), (12, 1), (12, 2)])
+def test_next_to_nothing_is_trained_on_or_refused(
+    tiny_config: Configure, store_states: Store, samples: int, heads: int
+) -> None:
+    """The same label in each sample, so nothing varies; a second head has none at all."""
+    ids, rows = [3, 5, 7], torch.randn(3, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    config = tiny_config(head={"heads": heads}, batch_tokens=32, max_steps=2)
+    same = [
+        make_sample(f"s{number}", ids, [2], rows, rows[:, :32].clone()) for number in range(samples)
+    ]
+    store_states(config, same)
+    if heads == 1:
+        assert run(config).details["steps"] == 2
+    else:
+        with pytest.raises(DataError, match="no label teaches one of the heads"):
+            run(config)
 
 
 def test_a_solved_head_proposes_better_than_an_unsolved_one(
