@@ -117,7 +117,8 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         problems=(f"{refusal.where}: {refusal.problem}; {refusal.fix}",) if refusal else (),
         basis=(
             f"head: {head.parameters:,} parameters ({head.parameters / target.parameters:.1%} of "
-            f"the target), MLP width {head.intermediate:,}; the target's shape: {target.origin}",
+            f"the target), MLP width {head.intermediate:,}; the target's shape: {target.origin}"
+            + ("; that of train.start_from keeps its own" if section.start_from else ""),
             f"storage: {section.keep_checkpoints} checkpoints of "
             f"{_CHECKPOINT_BYTES} bytes a parameter, and the head twice in bfloat16",
             f"{training.steps:,} steps of {training.step_tokens:,} tokens in {training.dtype}",

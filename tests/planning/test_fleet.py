@@ -140,6 +140,11 @@ def test_a_head_that_training_would_refuse_is_a_problem_of_the_plan(tmp_path: Pa
     )
     assert not plans(raised)[2].problems
     check_size(raised)
+    continued = fleet(
+        tmp_path, f"target.source={small.target.source}", "train.start_from=hub:some/head"
+    )
+    plan = plans(continued)[2]
+    assert not plan.problems and "that of train.start_from keeps its own" in plan.basis[0]
     check_size(fleet(tmp_path, "target.source=someone/unknown"))  # what is assumed refuses nothing
 
 
