@@ -55,7 +55,8 @@ from pipeline.errors import (
     brief,
 )
 from pipeline.features.plan import layers_in_vllm, speculative_config, transfer_config
-from pipeline.records import Arithmetic
+from pipeline.records import Arithmetic, digest
+from pipeline.store.stage_run import process_namespace
 from pipeline.target.architecture import decoder_of, model_class
 from pipeline.target.forward import (
     Alternatives,
@@ -431,7 +432,9 @@ class InProcess:
             fix = "install it beside this package, or set features.engine.endpoints to servers"
             raise MissingPackage(problem, where="features.backend=vllm", fix=fix) from None
         section = config.features.engine
-        shared = Path(section.directory)
+        # Containers and nodes may share what is above it, and number their processes alike.
+        here = digest(process_namespace())[:12]
+        shared = Path(f"{section.directory}-{here}")
         self.directory = shared.with_name(f"{shared.name}-{os.getpid()}")
         atexit.register(shutil.rmtree, self.directory, ignore_errors=True)
         _remove_those_of_dead_processes(shared)
@@ -471,7 +474,7 @@ class InProcess:
 
 
 def _remove_those_of_dead_processes(directory: Path) -> None:
-    """What killed processes have left in memory."""
+    """What processes have left in memory that were killed where this one can see it."""
     for left in directory.parent.glob(f"{directory.name}-*"):
         process = left.name.removeprefix(f"{directory.name}-")
         if process.isdecimal() and not Path(f"/proc/{process}").exists():

@@ -18,7 +18,7 @@ nothing and expire by themselves.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -157,8 +157,12 @@ def _prompts(run_uri: str, now: _Clock) -> Iterator[Orphan]:
 
 
 def _checkpoints(run_uri: str, now: _Clock) -> Iterator[Orphan]:
-    """Files of a folder are as old as its newest: a large checkpoint is written for minutes."""
-    store = stage_location(run_uri, "train").child(CHECKPOINTS)
+    """Files of a folder are as old as its newest: a large checkpoint is written for minutes.
+
+    None is older than the claim of a training at work: its best head may wait for a marker.
+    """
+    location = stage_location(run_uri, "train")
+    store = location.child(CHECKPOINTS)
     heads = {name: info for name, info in store.files().items() if _BEST.fullmatch(name)}
     folders = [name for name in store.subdirectories() if _STEP.fullmatch(name)]
     if not (heads or folders):
@@ -167,13 +171,23 @@ def _checkpoints(run_uri: str, now: _Clock) -> Iterator[Orphan]:
         each for name in store.names() if _MARKER.fullmatch(name) for each in _named(store, name)
     }
     reason = "of a checkpoint that no marker names"
+    renewed = _newest(location.child(CLAIMS).files().values())
     for name in sorted(set(heads) - named):
-        yield _orphan(store, name, heads[name], reason, now)
+        yield _orphan(store, name, _as_young(heads[name], renewed), reason, now)
     for folder in map(store.child, sorted(set(folders) - named)):
         files = folder.files()
-        newest = max((info.modified or 0.0 for info in files.values()), default=0.0)
+        newest = max(renewed, _newest(files.values()))
         for name, info in files.items():
-            yield _orphan(folder, name, info._replace(modified=newest), reason, now)
+            yield _orphan(folder, name, _as_young(info, newest), reason, now)
+
+
+def _newest(files: Iterable[FileInfo]) -> float:
+    return max((info.modified or 0.0 for info in files), default=0.0)
+
+
+def _as_young(info: FileInfo, date: float) -> FileInfo:
+    """As if it had been written at `date`, if it was before; not where the store says no date."""
+    return info if info.modified is None else info._replace(modified=max(info.modified, date))
 
 
 def _named(store: Location, marker: str) -> set[str]:

@@ -503,6 +503,8 @@ def make_shards(
     mine = [name for index, name in enumerate(names) if run.owns(index)] if run.shard else names
     wait, said = _Wait(run.claim_seconds), ""
     with Claims(stage_run.location, run.claim_seconds) as claims:
+        if run.shard:  # `--force` looks for claims
+            claims.take(f"shard-{run.shard.replace('/', '-of-')}")
         while missing := [name for name in mine if name not in stage_run.committed]:
             within = set(names)
             if keep is not None:
@@ -582,7 +584,7 @@ class Claims:
             {
                 "claim": secrets.token_hex(8),
                 "host": socket.gethostname(),
-                "machine": _machine(),
+                "machine": process_namespace(),
                 "pid": os.getpid(),
             }
         ).encode()
@@ -623,42 +625,48 @@ class Claims:
     def holds(self, name: str) -> bool:
         """Whether the claim `name` is still this process's, by a look at the store."""
         file = self._files.get(name)
-        if file is None or self._folder.exists(_successor(file)):
+        if file is None or _newest(name, self._folder.names()) != file:
             return False
         return self._folder.exists(file) and self._folder.read(file) == self._claim
 
     def holders(self) -> set[str]:
         """Host and process of each claim that is alive."""
-        alive = set()
-        for file in self._folder.names():
+        alive, files = set(), self._folder.names()
+        for file in files:
             with suppress(StoreError):  # released meanwhile
                 data = self._folder.read(file)
-                if not self._folder.exists(_successor(file)) and not self._is_abandoned(file, data):
+                if _successor(file) not in files and not self._is_abandoned(file, data):
                     alive.add(_holder_of(data))
         return alive
 
     def take(self, name: str) -> bool:
-        """Whether this process now holds the claim on shard `name`."""
-        number = 0
+        """Whether this process now holds the claim on shard `name`.
+
+        Of several the one of the highest number counts, whatever a killed process left below it.
+        """
         while True:
-            file = _claim_file(name, number)
+            before = _newest(name, self._folder.names())
+            file = _claim_file(name, 0) if before is None else before
             there = self._folder.create(file, self._claim)
-            if there == self._claim:
+            if there != self._claim:
+                if not self._is_abandoned(file, there):
+                    return False
+                file = _successor(file)
+                there = self._folder.create(file, self._claim)
+            if there == self._claim and _newest(name, self._folder.names()) == file:
                 with self._lock:
                     self._files[name] = file
                 self._renew_in_background()
                 return True
-            if not self._is_abandoned(file, there):
-                return False
-            number += 1
 
     def release(self, names: set[str]) -> None:
         """Give up the claims on shards in `names`."""
         for name in [name for name in self._files if name in names]:
             with self._lock:
-                file = self._files.pop(name)
-                for number in range(int(file.split(".")[-2]) + 1):  # and abandoned ones before it
-                    self._folder.delete(_claim_file(name, number))
+                is_held, file = self.holds(name), self._files.pop(name)
+                if is_held:  # and abandoned ones before it; one taken over is its successor's
+                    for number in range(_number(file) + 1):
+                        self._folder.delete(_claim_file(name, number))
 
     def release_all(self) -> None:
         self.release(set(self._files))
@@ -667,7 +675,7 @@ class Claims:
         """Whether the process that wrote the claim `data` has ended, or no longer renews it."""
         with suppress(ValueError, KeyError, TypeError, OSError):
             holder = parse_json(data)
-            if holder["machine"] == _machine() and not _runs(int(holder["pid"])):
+            if holder["machine"] == process_namespace() and not _runs(int(holder["pid"])):
                 return True
         info = self._folder.info_if_there(file)
         if info is None or info.modified is None:
@@ -707,8 +715,18 @@ def _claim_file(name: str, number: int) -> str:
 
 def _successor(file: str) -> str:
     """That of the process which takes the claim `file` over."""
-    name, number, _ = file.rsplit(".", 2)
-    return _claim_file(name, int(number) + 1)
+    return _claim_file(file.rsplit(".", 2)[0], _number(file) + 1)
+
+
+def _number(file: str) -> int:
+    return int(file.rsplit(".", 2)[1])
+
+
+def _newest(name: str, files: Iterable[str]) -> str | None:
+    """Of the claims on shard `name` among `files`, the one that took all others over."""
+    parts = (file.rsplit(".", 2) for file in files)
+    own = [int(each[1]) for each in parts if each[0] == name and each[1].isdigit()]
+    return _claim_file(name, max(own)) if own else None
 
 
 def _holder_of(data: bytes) -> str:
@@ -727,7 +745,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def _machine() -> str:
+def process_namespace() -> str:
     """The same for two processes only if each can see whether the other runs."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -7,6 +7,7 @@ real vLLM.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +31,12 @@ from pipeline.config import (
 )
 from pipeline.errors import DataError, EndpointError, EndpointsUnavailable
 from pipeline.features.capture import LocalStates, capture_shard
-from pipeline.features.engine import EngineStates, Servers, asked_layers
+from pipeline.features.engine import (
+    EngineStates,
+    Servers,
+    _remove_those_of_dead_processes,
+    asked_layers,
+)
 from pipeline.features.plan import plan
 from pipeline.planning.targets import name_to_serve
 from pipeline.records import Plan, Sample
@@ -346,3 +352,14 @@ def test_a_plan_prints_the_server(tmp_path: Path, make_config: Callable[..., Run
     assert layers == asked_layers(open_target(config.target)) == [1, 3, 8]
     transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"] == {"directory": "/dev/shm/x"}
+
+
+def test_what_processes_have_left_elsewhere_stays(tmp_path: Path) -> None:
+    """They may run: their numbers say nothing here."""
+    here, there = tmp_path / "states-here", tmp_path / "states-there"
+    dead, alive = 2**22 + 1, os.getpid()
+    for each in (f"{here}-{dead}", f"{here}-{alive}", f"{there}-{dead}"):
+        Path(each).mkdir()
+    _remove_those_of_dead_processes(here)
+    names = {each.name for each in tmp_path.iterdir()}
+    assert names == {f"{here.name}-{alive}", f"{there.name}-{dead}"}

@@ -34,7 +34,7 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process of the tests is on a machine of its own: only a claim's age tells."""
     numbers = iter(range(10**6))
-    monkeypatch.setattr(claims_module, "_machine", lambda: str(next(numbers)))
+    monkeypatch.setattr(claims_module, "process_namespace", lambda: str(next(numbers)))
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -160,12 +160,22 @@ def test_what_others_commit_is_counted_and_what_they_leave_is_taken_over(tmp_pat
     assert NAMES[5] not in told, "it was seen when it was this process's turn"
 
 
-def test_every_nth_shard_is_made_without_claims(tmp_path: Path) -> None:
+def test_every_nth_shard_is_made_without_claims_on_them(tmp_path: Path) -> None:
+    """One on all of them says that somebody is at work, whom `--force` may not disturb."""
     config = make_config(tmp_path)
-    stage_run, made = open_stage(config, "synth", None), list[str]()
+    stage_run, made, claims = open_stage(config, "synth", None), list[str](), set[str]()
+    other = make_config(tmp_path, force=True, synth={"temperature": 0.5})
     run = config.run.model_copy(update={"shard": "1/4"})
-    make_shards(stage_run, NAMES, run, making(stage_run, made))
-    assert made == NAMES[1::4] and not (tmp_path / "synth/claims").exists()
+
+    def make(names: Iterator[str]) -> None:
+        with pytest.raises(StageConflict, match="at work on it"):
+            open_stage(other, "synth", None)
+        claims.update(stage_run.location.child("claims").names())
+        making(stage_run, made)(names)
+
+    make_shards(stage_run, NAMES, run, make)
+    assert made == NAMES[1::4] and claims == {"shard-1-of-4.0000.json"}
+    assert not stage_run.location.child("claims").names()
 
 
 def test_gc_removes_claims_that_killed_processes_left_in_a_finished_stage(tmp_path: Path) -> None:
@@ -214,7 +224,25 @@ def test_a_claim_that_was_taken_over_is_not_renewed(location: Location) -> None:
         stopped._renew_in_background()
         time.sleep(0.5)
         assert folder.info("a.0000.json").modified == before
-        assert other.holds("a")
+        assert other.holds("a") and not stopped.take("a")
+        stopped.release_all()
+        assert folder.names() == ["a.0000.json", "a.0001.json"] and other.holds("a")
+    assert folder.names() == []
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_what_a_kill_within_a_release_left_is_taken_over(location: Location) -> None:
+    """The last of several claims, without those that it had taken over."""
+    folder = location.child("claims")
+    with Claims(location, 0.4) as next_one, Claims(location, 1000) as dead:
+        assert dead.take("a")
+        folder.write("a.0002.json", folder.read("a.0000.json"))
+        folder.delete("a.0000.json")
+        assert not next_one.take("a")
+        time.sleep(1.0)
+        assert next_one.take("a") and next_one.holds("a")
+        assert folder.names() == ["a.0002.json", "a.0003.json"]
+    assert folder.names() == []
 
 
 def test_force_discards_nothing_that_another_process_is_making(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pipeline.errors import CorruptShard
 from pipeline.records import Manifest
 from pipeline.store.gc import find_orphans, remove
 from pipeline.store.location import Location
+from pipeline.store.stage_run import Claims, open_stage
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.loop import Grace
 from pipeline.train.progress import Best, Progress
@@ -356,3 +357,22 @@ def test_a_best_head_is_kept_while_a_marker_names_it(
     assert newest_step(opened(stage)) is None
     with pytest.raises(CorruptShard, match="best head"):
         opened(stage).read_best(bests[1])
+
+
+def test_gc_leaves_the_best_head_of_a_training_at_work(
+    tiny_config: Configure, machine: Callable[[str], None]
+) -> None:
+    """Which no marker names for as long as the next checkpoint is away."""
+    machine("a")
+    config = tiny_config()
+    run_uri, stage_run = config.run.uri, open_stage(config, "train", None)
+    with Claims(stage_run.location, 60) as claims:
+        assert claims.take("train")
+        opened(stage_run.location).keep_best(100, {"fc.weight": torch.ones(2, 2)})
+        folder = Path(run_uri) / "train/checkpoints"
+        [best] = folder.iterdir()
+        os.utime(best, times=(before := time.time() - 4000, before))
+        [orphan] = find_orphans(run_uri)
+        assert orphan.name == best.name and not orphan.is_quiet(60)
+    [orphan] = find_orphans(run_uri)
+    assert orphan.is_quiet(60)
