@@ -7,7 +7,8 @@ Every kind of head and every dialect is read here:
                   its index; any other file beside them changes nothing
     each tensor   of a type that we compute with, finite; all that the head has, and no other, in
                   the shapes of config.json
-    d2t, t2d      offsets → target ids, distinct and inside the vocabulary; rows put in order
+    d2t, t2d      offsets → target ids, distinct and inside the vocabulary; rows put in order.
+                  A head of another trainer may leave out t2d, which d2t decides (`add_t2d`)
 
 Loaders skip a tensor that they do not know and keep random weights where one is missing; here both
 are errors that name the tensor. Directories are written atomically.
@@ -32,6 +33,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pipeline import documents
+from pipeline.console import notice
 from pipeline.errors import HeadError, StoreError
 from pipeline.heads.base import DraftingHead, DraftShape
 from pipeline.heads.fields import Layers
@@ -282,6 +284,22 @@ def check_tensors(
             sizes = "hidden, intermediate and vocabulary sizes, heads, head_dim"
             fix = f"correct config.json ({sizes}), or export the head again"
             raise HeadError(problem, where=where, fix=fix)
+
+
+def add_t2d(tensors: dict[str, Tensor], vocab_size: int, where: str) -> dict[str, Tensor]:
+    """The tensors of another trainer's head, with the t2d [V] that follows from its d2t.
+
+    Servers skip t2d, and ModelOpt does not write it. Raises HeadError for a d2t that is none.
+    """
+    if "d2t" not in tensors or "t2d" in tensors:
+        return tensors
+    offsets = _whole("d2t", tensors["d2t"], where).flatten()
+    ids = offsets + torch.arange(len(offsets))
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[ids[(ids >= 0) & (ids < vocab_size)]] = True
+    # Nothing confirms d2t now: with target ids in place of offsets it may stay in the vocabulary.
+    notice("import", f"t2d is missing: made from d2t, read as offsets ({where})")
+    return {**tensors, "t2d": t2d}
 
 
 def draft_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:

@@ -191,6 +191,29 @@ def test_heads_of_every_kind(kind: str, name: str, head_of: HeadOf, tiny_target:
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("kind", ["sglang", "speculators", "mtp", "dflash", "dspark"])
+def test_t2d_of_another_trainer_s_head_follows_from_d2t(
+    kind: str, head_of: HeadOf, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ModelOpt leaves it out. What d2t itself gets wrong is still refused."""
+    directory = head_of(kind)
+    rewrite(directory, lambda tensors: tensors.pop("t2d"))
+    if (directory / CARD).is_file():
+        with pytest.raises(HeadError, match="has no tensor t2d"):
+            open_head(str(directory))
+        (directory / CARD).unlink()
+    head = opened(kind, directory, tiny_target)
+    expected = torch.arange(head.shape.draft_vocab_size) * 3 + 5
+    assert torch.equal(head.target_ids(), expected)
+    assert torch.equal(head.t2d.nonzero().flatten(), expected)
+    assert "t2d is missing: made from d2t" in "".join(capsys.readouterr())
+    # The last row: the token of the row before it, one outside.
+    for offset, message in ((192, "do not name the same"), (10**9, "leads outside")):
+        _tensor("d2t", _poke(offset))(directory)
+        with pytest.raises(HeadError, match=message):
+            opened(kind, directory, tiny_target)
+
+
 def test_a_larger_head_than_its_file_is_not_allocated(own: Path) -> None:
     """Shapes are compared before a tensor is made: these would be gigabytes."""
     edit(own, intermediate_size=2**24, max_position_embeddings=2**40)

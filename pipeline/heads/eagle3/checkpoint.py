@@ -14,6 +14,7 @@ from pipeline.heads.checkpoint import (
     CONFIG,
     ForeignHead,
     HeadCard,
+    add_t2d,
     fill_head,
     read_json,
     read_tensors,
@@ -41,6 +42,7 @@ def read_foreign(directory: Path) -> ForeignHead:
     tensors = {_head_name(name): tensor for name, tensor in read_tensors(directory).items()}
     own = shape.own_embedding
     embedding = None if own else tensors.pop(speculators.EMBEDDING, None)
+    tensors = add_t2d(tensors, shape.vocab_size, str(directory))
     head = fill_head(Eagle3Head, shape, tensors, where=str(directory))
     return ForeignHead(dialect, layers, head, embedding)
 

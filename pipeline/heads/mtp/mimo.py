@@ -27,6 +27,7 @@ from pipeline.heads.checkpoint import (
     CONFIG,
     ForeignHead,
     HeadCard,
+    add_t2d,
     check_tensors,
     draft_ids,
     read_json,
@@ -202,6 +203,7 @@ def _shape(body: dict[str, Any], where: str, *, bias: bool) -> ChainedShape:
 def _head(shape: ChainedShape, tensors: dict[str, Tensor], where: str) -> ChainedHead:
     """Float32 heads of `shape`, but for what is the target's."""
     maps = {name: tensors.pop(name) for name in _MAPS if name in tensors}
+    maps = add_t2d(maps, shape.vocab_size, where)
     ids = torch.arange(shape.vocab_size)
     if maps:
         check_tensors({"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}, maps, where)
