@@ -22,6 +22,7 @@ from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.registry import load_head, save_head
 from pipeline.heads.rope import rope_fields, rope_parameters
 from pipeline.records import TargetContract
+from pipeline.target.weights import TargetWeights
 from tests.heads.conftest import (
     CARD,
     CONFIG,
@@ -239,6 +240,35 @@ def test_a_head_over_the_whole_vocabulary_needs_no_map(
     assert not {"d2t", "t2d"} & set(load_file(exported / WEIGHTS))
     back, _ = import_back(exported)
     assert back.target_ids().tolist() == list(range(shape.vocab_size)) and bool(back.t2d.all())
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
+def test_a_head_over_the_whole_vocabulary_without_lm_head_has_the_targets(
+    architecture: str,
+    shape: HeadShape,
+    contract: TargetContract,
+    tiny_target: Path,
+    import_back: Callable[[Path], tuple[Eagle3Head, HeadCard]],
+    tmp_path: Path,
+) -> None:
+    """As nvidia/gpt-oss-120b-Eagle3 is stored. A part of the vocabulary needs rows of its own."""
+    own = tmp_path / "own"
+    head = make_head(shape.model_copy(update={"draft_vocab_size": shape.vocab_size // 4}))
+    save_head(own, head, HeadCard(contract))
+    (own / CARD).unlink()
+    rewrite(own, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(HeadError, match=r"has no tensor lm_head\.weight"):
+        import_back(own)
+    rewrite(own, lambda tensors: [tensors.pop(name) for name in ("d2t", "t2d")])
+    edit(own, architectures=[architecture], draft_vocab_size=None)
+    back, _ = import_back(own)
+    assert back.shape.draft_vocab_size == shape.vocab_size
+    rows = TargetWeights(tiny_target).lm_head()
+    assert torch.equal(back.lm_head.weight, rows.bfloat16().float())
+    assert torch.equal(back.fc.weight, head.fc.weight)
+    edit(own, draft_vocab_size=..., tie_word_embeddings=True)
+    with pytest.raises(HeadError, match="tie_word_embeddings is True"):
+        import_back(own)
 
 
 def test_older_names_and_the_verifiers_weights_are_understood(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.errors import HeadError
@@ -30,6 +31,9 @@ from pipeline.records import TargetContract
 _LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
 
+_LM_HEAD = "lm_head.weight"
+
+
 _PASS_A_HEAD = "pass the directory of an EAGLE-3 head"
 
 
@@ -42,20 +46,26 @@ def read_foreign(directory: Path) -> ForeignHead:
     tensors = {_head_name(name): tensor for name, tensor in read_tensors(directory).items()}
     own = shape.own_embedding
     embedding = None if own else tensors.pop(speculators.EMBEDDING, None)
+    # SGLang and vLLM then draft with the target's lm_head, which has to be of the same width.
+    whole = shape.draft_vocab_size == shape.vocab_size and not shape.target_hidden_size
+    lacks_rows = whole and _LM_HEAD not in tensors
+    if lacks_rows:
+        tensors[_LM_HEAD] = torch.zeros(shape.vocab_size, shape.hidden_size)
     tensors = add_t2d(tensors, shape.vocab_size, str(directory))
     head = fill_head(Eagle3Head, shape, tensors, where=str(directory))
-    return ForeignHead(dialect, layers, head, embedding)
+    return ForeignHead(dialect, layers, head, embedding, lacks_rows)
 
 
 def _detect(body: dict[str, Any], where: str) -> str:
     """The dialect of a config.json. Raises HeadError for what is no EAGLE-3 head."""
     if MODEL_TYPE in body:
         return "speculators"
-    if sglang.ARCHITECTURE in architectures_of(body, where) or "draft_vocab_size" in body:
+    named = architectures_of(body, where)
+    if {*sglang.CLASSES} & {*named} or "draft_vocab_size" in body:
         return "sglang"
-    known = f"{MODEL_TYPE} nor architectures [{sglang.ARCHITECTURE}]"
+    known = f"{MODEL_TYPE} nor architectures [{sglang.CLASSES[0]}]"
     problem = f"is no EAGLE-3 head's: it has neither {known} nor draft_vocab_size"
-    if named := architectures_of(body, where):
+    if named:
         problem = f"{problem}, and architectures is {named}"
     raise HeadError(problem, where=where, fix=_PASS_A_HEAD)
 

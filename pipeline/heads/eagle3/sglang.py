@@ -35,8 +35,12 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 _VLLM, _VLLM_QWEN3 = "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"
 
 
+#: Of EAGLE-3 heads alone.
+CLASSES = (ARCHITECTURE, _VLLM, _VLLM_QWEN3)
+
+
 #: The last one as SafeAILab's trainer writes its target's.
-_ARCHITECTURES = (ARCHITECTURE, _VLLM, _VLLM_QWEN3, "LlamaForCausalLM")
+_ARCHITECTURES = (*CLASSES, "LlamaForCausalLM")
 
 
 _MODEL_TYPES = ("llama", "qwen2", "phi3")
@@ -63,7 +67,8 @@ _EAGLE_RULES = {
     "use_last_layernorm": only(True, reason="the head norms what lm_head reads"),
     "use_mtp_layernorm": only(False, reason="the head norms its hidden state inside the layer"),
     "next_layer_regular": only(True, reason="the head has no layer of another kind"),
-    "has_lm_head": only(True, reason="the head has an lm_head of its own"),
+    # The tensors say it.
+    "has_lm_head": only(True, False, reason="it is true or false"),
     "eagle_decoder_type": only("llama", reason="the head's layer is a Llama layer"),
     "parallel_draft_step": only(1, reason="the head drafts a token a step"),
     "parallel_draft_heads_num_layers": only(0, 1, reason="the head has no parallel heads"),
