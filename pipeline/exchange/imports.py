@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.config import parse
 from pipeline.console import notice
 from pipeline.errors import HeadError
@@ -16,6 +14,7 @@ from pipeline.heads.checkpoint import (
     WEIGHTS,
     ForeignHead,
     HeadCard,
+    has_targets_embedding,
     last_part,
     read_card,
 )
@@ -24,11 +23,7 @@ from pipeline.records import TargetContract, match_contracts
 from pipeline.store.hub import HUB, commit_of
 from pipeline.store.location import Location, as_directory
 from pipeline.store.output import output_directory
-from pipeline.target.open import Target, open_target
-
-#: Embeddings closer than bfloat16 can tell apart are the same; trainers store them in float32,
-#: float16 or bfloat16.
-_EMBEDDING_TOLERANCE = 2.0**-7
+from pipeline.target.open import open_target
 
 _PASS_ITS_TARGET = "pass the target that the head was trained for with --target"
 
@@ -51,8 +46,11 @@ def import_head(source: str, *, target: str, out: str, chat_template: str | None
     section = parse({"target": settings}, where="import").target
     opened = open_target(section)
     contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
-    foreign.complete(foreign, opened.weights, f"head {source}")
-    _check_embedding(foreign, opened, where=source)
+    foreign = foreign.complete(foreign, opened.weights, f"head {source}")
+    if not has_targets_embedding(foreign, opened.weights):
+        problem = "embed_tokens.weight is not the target's, which a head of this kind reads"
+        fix = f"{_PASS_ITS_TARGET}, or import a head trained with its embedding frozen"
+        raise HeadError(problem, where=source, fix=fix)
     if card is not None:
         match_contracts(contract, card.contract, where=f"head {source}")
     with output_directory(out, last=CARD) as folder:
@@ -95,25 +93,6 @@ def _contract(foreign: ForeignHead, contract: TargetContract, *, where: str) -> 
         problem = f"{reached}, the target has {contract.num_layers} layers"
         raise HeadError(problem, where=where, fix=_PASS_ITS_TARGET)
     return contract.model_copy(update={"capture_layers": layers})
-
-
-def _check_embedding(foreign: ForeignHead, target: Target, *, where: str) -> None:
-    """Raise HeadError when the head ships an embedding that is used and is not the target's.
-
-    SGLang puts the target's over the head's; speculators and vLLM use the head's own.
-    """
-    if foreign.embedding is None or foreign.dialect == "sglang":
-        return
-    of_target, of_head = target.weights.embedding().float(), foreign.embedding.float()
-    same_shape = of_head.shape == of_target.shape
-    if same_shape and torch.allclose(of_head, of_target, rtol=_EMBEDDING_TOLERANCE, atol=1e-6):
-        return
-    problem = (
-        "embed_tokens.weight is not the target's: the head was trained with an embedding of its "
-        "own, which our head does not have"
-    )
-    fix = f"{_PASS_ITS_TARGET}, or a head trained with its embedding frozen"
-    raise HeadError(problem, where=where, fix=fix)
 
 
 def _imported_card(

@@ -377,12 +377,27 @@ def is_hub_id(text: str) -> bool:
 
 
 @torch.no_grad()
-def fill_rows(foreign: ForeignHead, weights: TargetWeights, where: str) -> None:
+def fill_rows(foreign: ForeignHead, weights: TargetWeights, where: str) -> ForeignHead:
     """Copy the target's rows into an lm_head that the directory leaves to the target."""
     del where
     if foreign.lacks_rows:
         head = foreign.head
         head.lm_head.weight.copy_(weights.lm_head()[head.target_ids()])
+    return foreign
+
+
+#: Embeddings closer than bfloat16 can tell apart are the same; trainers store them in float32,
+#: float16 or bfloat16.
+_EMBEDDING_TOLERANCE = 2.0**-7
+
+
+def has_targets_embedding(foreign: ForeignHead, weights: TargetWeights) -> bool:
+    """Whether the embedding that a directory ships is the target's; also where it ships none."""
+    if foreign.embedding is None:
+        return True
+    of_target, of_head = weights.embedding().float(), foreign.embedding.float()
+    same_shape = of_head.shape == of_target.shape
+    return same_shape and torch.allclose(of_head, of_target, rtol=_EMBEDDING_TOLERANCE, atol=1e-6)
 
 
 @dataclass(frozen=True)
@@ -398,4 +413,4 @@ class ForeignHead:
     lm_head: Tensor | None = None  # [V, H], when it ships one that is not the head's own
     reads_final_state: bool = False  # the high aux state has to be the target's final one
     #: Adds what the head takes from the target. Raises HeadError where that contradicts it.
-    complete: Callable[[ForeignHead, TargetWeights, str], None] = fill_rows
+    complete: Callable[[ForeignHead, TargetWeights, str], ForeignHead] = fill_rows

@@ -271,6 +271,62 @@ def test_a_head_over_the_whole_vocabulary_without_lm_head_has_the_targets(
         import_back(own)
 
 
+EMBEDDING = "embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "outcome"),
+    [
+        (["Eagle3LlamaForCausalLM"], "kept as the head's own"),
+        (["LlamaForCausalLMEagle3"], "left out"),
+        (["LlamaForCausalLM"], r"depends on architectures \(fix: write \[LlamaForCausalLMEagle3\]"),
+        (..., "depends on architectures"),
+    ],
+)
+def test_another_embedding_than_the_targets_is_read_as_its_class_reads_it(
+    architectures: Any,
+    outcome: str,
+    own: Path,
+    embedding: Tensor,
+    import_back: Callable[[Path], tuple[Eagle3Head, HeadCard]],
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """vLLM keeps it, and so does speculators' dialect; SGLang puts the target's over it."""
+    trained = (embedding * 2).bfloat16()
+    edit(own, architectures=architectures)
+    rewrite(own, lambda tensors: tensors.update({EMBEDDING: trained}))
+    if "depends" in outcome:
+        with pytest.raises(HeadError, match=outcome):
+            import_back(own)
+        return
+    back, _ = import_back(own)
+    assert outcome in "".join(capsys.readouterr())
+    if outcome == "left out":
+        assert back.embedding is None
+        return
+    assert back.shape.own_embedding
+    assert torch.equal(back.state_dict()[EMBEDDING], trained.float())
+    given, again = tmp_path / "given", tmp_path / "again"
+    export_head(str(tmp_path / "back"), format="speculators", out=str(given))
+    import_head(str(given), target=str(tiny_target), out=str(again))
+    head, _ = load_head(again)
+    assert head.shape == back.shape and same_tensors(head, back)
+
+
+def test_an_embedding_that_is_the_targets_is_not_the_heads_own(
+    own: Path,
+    embedding: Tensor,
+    import_back: Callable[[Path], tuple[Eagle3Head, HeadCard]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    edit(own, architectures=["Eagle3LlamaForCausalLM"])
+    rewrite(own, lambda tensors: tensors.update({EMBEDDING: embedding.half()}))
+    assert import_back(own)[0].embedding is None
+    assert EMBEDDING not in "".join(capsys.readouterr())
+
+
 def test_older_names_and_the_verifiers_weights_are_understood(
     shape: HeadShape,
     contract: TargetContract,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.console import notice
 from pipeline.errors import HeadError
 from pipeline.heads.algorithm import Export
 from pipeline.heads.checkpoint import (
@@ -17,6 +20,8 @@ from pipeline.heads.checkpoint import (
     HeadCard,
     add_t2d,
     fill_head,
+    fill_rows,
+    has_targets_embedding,
     read_json,
     read_tensors,
     write_files,
@@ -26,6 +31,7 @@ from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.fields import Layers, architectures_of
 from pipeline.heads.speculators import MODEL_TYPE
 from pipeline.records import TargetContract
+from pipeline.target.weights import TargetWeights
 
 #: SGLang's older names of the three norms before fc.
 _LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
@@ -53,7 +59,34 @@ def read_foreign(directory: Path) -> ForeignHead:
         tensors[_LM_HEAD] = torch.zeros(shape.vocab_size, shape.hidden_size)
     tensors = add_t2d(tensors, shape.vocab_size, str(directory))
     head = fill_head(Eagle3Head, shape, tensors, where=str(directory))
-    return ForeignHead(dialect, layers, head, embedding, lacks_rows)
+    architectures = () if dialect == "speculators" else architectures_of(body, where)
+    complete = partial(_complete, architectures=architectures)
+    return ForeignHead(dialect, layers, head, embedding, lacks_rows, complete=complete)
+
+
+def _complete(
+    foreign: ForeignHead, weights: TargetWeights, where: str, *, architectures: Collection[str]
+) -> ForeignHead:
+    """The head with what is the target's, or with an embedding of its own.
+
+    SGLang's class puts the target's embedding over the file's, vLLM's keeps the file's.
+    """
+    foreign = fill_rows(foreign, weights, where)
+    if has_targets_embedding(foreign, weights):
+        return foreign
+    own, other = f"{speculators.EMBEDDING} is not the target's", "for another target, pass --target"
+    if sglang.ARCHITECTURE in architectures:
+        notice("import", f"{own}: left out, as {sglang.ARCHITECTURE} reads the target's ({other})")
+        return replace(foreign, embedding=None)
+    if foreign.dialect == "sglang" and not {*sglang.CLASSES} & {*architectures}:
+        problem = f"{own}, and whether the head reads it depends on architectures"
+        vllm = sglang.CLASSES[1]
+        fix = f"write [{sglang.ARCHITECTURE}] for a head that reads the target's, else [{vllm}]"
+        raise HeadError(problem, where=where, fix=fix)
+    notice("import", f"{own}: kept as the head's own, as vLLM does ({other})")
+    shape = foreign.head.shape.model_copy(update={"own_embedding": True})
+    tensors = {**foreign.head.state_dict(), speculators.EMBEDDING: foreign.embedding}
+    return replace(foreign, head=fill_head(Eagle3Head, shape, tensors, where=where), embedding=None)
 
 
 def _detect(body: dict[str, Any], where: str) -> str:

@@ -162,7 +162,7 @@ def read_mtp(directory: Path) -> ForeignHead:
 
 
 @torch.no_grad()
-def complete_mtp(foreign: ForeignHead, weights: TargetWeights, where: str) -> None:
+def complete_mtp(foreign: ForeignHead, weights: TargetWeights, where: str) -> ForeignHead:
     """Give heads that `read_mtp` read the target's rows and its last norm.
 
     Raises HeadError for heads that came with another lm_head.
@@ -174,6 +174,7 @@ def complete_mtp(foreign: ForeignHead, weights: TargetWeights, where: str) -> No
         raise HeadError("lm_head.weight is not the target's", where=where, fix=fix)
     head.lm_head.weight.copy_(lm_head[head.target_ids()])
     head.target_norm.copy_(weights.final_norm())
+    return foreign
 
 
 def _refuse_unsupported(body: dict[str, Any], where: str) -> None:
