@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
+from numbers import Integral, Real
 from typing import Literal, NamedTuple
 
 from pipeline.reports import RoundCounters
@@ -37,23 +38,57 @@ class Request:
     seed: int = 0  # not negative; draws the same tokens in any batch and with any drafter
 
     def problem(self, *, vocabulary: int, max_length: int) -> Problem | None:
-        """Why this request cannot be run; None when it can."""
-        length = len(self.prompt_ids) + self.max_new_tokens
-        outside = next((token for token in self.prompt_ids if not 0 <= token < vocabulary), None)
+        """Why this request cannot be run; None when it can.
+
+        What the engine's tensors cannot hold would end every request of the batch.
+        """
         if not self.prompt_ids:
             return Problem("prompt_ids is empty", "send at least one token")
-        if self.max_new_tokens < 1:
-            return Problem(f"max_new_tokens is {self.max_new_tokens}", "ask for at least 1")
-        if outside is not None:
-            what = f"prompt_ids has token {outside}, the vocabulary has {vocabulary}"
+        for name, whole, least in (
+            ("max_new_tokens", self.max_new_tokens, 1),
+            ("top_k", self.top_k, 0),
+            ("seed", self.seed, 0),
+        ):
+            if not _is_whole(whole, least, _MOST):
+                what = f"{name} is {_shown(whole)}"
+                return Problem(what, f"give an integer of at least {least}, below 2**63")
+        for name, number, fits, fix in (
+            ("temperature", self.temperature, _is_in(self.temperature, 0, _HOTTEST), "0 or more"),
+            ("top_p", self.top_p, _is_in(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
+        ):
+            if not fits:
+                return Problem(f"{name} is {_shown(number)}", f"give a finite number {fix}")
+        last = vocabulary - 1
+        outside = [token for token in self.prompt_ids if not _is_whole(token, 0, last)]
+        if outside:
+            what = f"prompt_ids has token {_shown(outside[0])}, the vocabulary has {vocabulary}"
             return Problem(what, "encode with the target's own tokenizer")
+        length = len(self.prompt_ids) + self.max_new_tokens
         if length > max_length:
             what = f"prompt_ids + max_new_tokens are {length} tokens, the engine holds {max_length}"
             return Problem(f"{what} a request", "shorten one of them")
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.seed < 0:
-            what = "temperature, top_k or seed is negative, or top_p is not in (0, 1]"
-            return Problem(what, "correct the sampling parameters")
         return None
+
+
+_MOST = 2**63 - 1
+#: A float32 is finite up to here.
+_HOTTEST = 3.4e38
+
+
+def _is_whole(value: object, least: int, most: int) -> bool:
+    """Whether it is an integer in that range, Python's or numpy's."""
+    return isinstance(value, int | Integral) and least <= int(value) <= most
+
+
+def _is_in(value: object, least: float, most: float) -> bool:
+    """Whether it is a number in that range; NaN is in none."""
+    return isinstance(value, Real) and not value < least and value <= most
+
+
+def _shown(value: object) -> str:
+    """As Python writes it, but for integers of so many digits that it refuses to."""
+    is_large = isinstance(value, int) and value.bit_length() > 64
+    return "an integer of more than 64 bits" if is_large else repr(value)
 
 
 @dataclass

@@ -47,6 +47,16 @@ def expected(model: DecoderModel) -> dict[str, tuple[int, ...]]:
         (Request("bad", (1, -1), 4, ()), "token -1"),
         (Request("bad", (1,), 4, (), temperature=-1.0), "temperature"),
         (Request("bad", (1,), 4, (), top_p=0.0), "top_p"),
+        (Request("bad", (1,), 4, (), temperature=float("nan")), "temperature is nan"),
+        (Request("bad", (1,), 4, (), temperature=float("inf")), "temperature is inf"),
+        (Request("bad", (1,), 4, (), temperature=1e300), "temperature is 1e+300"),
+        (Request("bad", (1,), 4, (), top_p=float("nan")), "top_p is nan"),
+        (Request("bad", (1,), 4, (), seed=2**63), f"seed is {2**63}"),
+        (Request("bad", (1,), 4, (), seed=10**5000), "seed is an integer of more than 64 bits"),
+        (Request("bad", (1,), 4, (), top_k=2**70), "top_k is an integer of more than 64 bits"),
+        (Request("bad", (1,), 3.5, ()), "max_new_tokens is 3.5"),  # type: ignore[arg-type]
+        (Request("bad", (1, 2.0), 4, ()), "token 2.0"),  # type: ignore[arg-type]
+        (Request("bad", (1, "2"), 4, ()), "token '2'"),  # type: ignore[arg-type]
     ],
 )
 def test_a_request_that_cannot_run_is_named_and_the_others_finish(
