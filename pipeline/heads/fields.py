@@ -6,8 +6,8 @@
     any other    refused by name, unless it is null, which leaves a field unset
 
 A reader that skips a field which it does not know drafts with other maths, and drafts badly. The
-lists were made from what SpecForge, SafeAILab, ModelOpt, speculators, DFlash's authors and MiMo
-write, and from the attributes that every transformers configuration has.
+lists were made from what SpecForge, SafeAILab, AngelSlim, ModelOpt, speculators, DFlash's authors
+and MiMo write, and from the attributes that every transformers configuration has.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _HARMLESS_NAMES = """
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id
     decoder_start_token_id forced_bos_token_id forced_eos_token_id image_token_id image_token_index
     video_token_id vision_token_id vision_start_token_id vision_end_token_id
+    eod_token_id pad_id im_start_id im_end_id im_newline_id text_start_id text_end_id mask_init_id
+    image_start_token_id image_end_token_id image_newline_token_id
+    class_num pool_type dense_list cla_share_factor router_aux_loss_coef
     torch_dtype dtype transformers_version transformers.js_config
     initializer_range use_cache max_window_layers decoder_sparse_step
     attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop
@@ -154,6 +157,14 @@ LAYER_RULES: dict[str, Rule] = {
     "mlp_only_layers": only([], reason="the head has no experts"),
     **dict.fromkeys(("rope_interleave", "rope_interleaved", "rotary_interleaved"), _NEIGHBOURS),
     "position_embedding_type": only("rope", reason="the head's positions are rotary"),
+    "use_rotary_pos_emb": only(True, reason="the head's positions are rotary"),
+    "use_mrope": only(False, reason="a token of the head has one position"),
+    "use_cla": only(False, reason="each layer of the head has keys and values of its own"),
+    "norm_type": only("rms", reason="the head's norms are RMS norms"),
+    "add_classification_head": only(False, reason="the head gives logits of tokens"),
+    "attention_head_dim": Rule(
+        lambda value, body: value == _head_dim(body), "the size of an attention head is head_dim"
+    ),
     "pruned_heads": only({}, reason="the head has all its attention heads"),
     **dict.fromkeys(("quantization_config", "compression_config"), _PLAIN),
     **dict.fromkeys(
@@ -168,10 +179,26 @@ LAYER_RULES: dict[str, Rule] = {
         lambda value, body: value == body.get("hidden_size"),
         "the head borrows the target's embedding, so this and hidden_size are one",
     ),
-    "target_vocab_size": Rule(
-        lambda value, body: value == body.get("vocab_size"), "the target's vocabulary is vocab_size"
+    **dict.fromkeys(
+        ("target_vocab_size", "org_vocab_size"),
+        Rule(
+            lambda value, body: value == body.get("vocab_size"),
+            "the target's vocabulary is vocab_size",
+        ),
     ),
 }
+
+
+def untied(vocabulary: Any, draft: Any) -> dict[str, Rule]:
+    """The rule of `tie_word_embeddings`.
+
+    Trainers copy the field from the target. With a draft vocabulary it cannot be meant: rows of
+    lm_head are fewer than the embedding's.
+    """
+    part = type(vocabulary) is int and type(draft) is int and draft < vocabulary
+    allowed = (True, False) if part else (False,)
+    reason = "over the whole vocabulary a tied lm_head is the embedding"
+    return {"tie_word_embeddings": only(*allowed, reason=reason)}
 
 
 def refuse_unknown(
@@ -264,7 +291,7 @@ LAYER_FIELDS = (
 #: What an EAGLE-3 head of either dialect cannot carry, beside what no layer can.
 EAGLE3_RULES = {
     **LAYER_RULES,
-    "tie_word_embeddings": only(False, reason="the head has an lm_head of its own"),
+    **untied(None, None),
     "truncated_vocab_size": Rule(
         lambda value, body: value == body.get("draft_vocab_size"), "it names draft_vocab_size"
     ),

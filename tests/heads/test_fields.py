@@ -104,6 +104,8 @@ MATHS: dict[str, dict[str, Any]] = {
     "hidden_act": {"hidden_act": "gelu"},
     "mlp_bias": {"mlp_bias": True},
     "num_experts": {"num_experts": 4},
+    "use_cla": {"use_cla": True},
+    "norm_type": {"norm_type": "layernorm"},
     "pretraining_tp": {"pretraining_tp": 2},
     "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
     "position_embedding_type": {"position_embedding_type": "alibi"},
@@ -152,6 +154,8 @@ NO_OPS: tuple[dict[str, Any], ...] = (
     {"final_logit_softcapping": None, "something_new": None},
     {"attention_dropout": 0.1, "initializer_range": 0.02, "use_cache": True, "pretraining_tp": 1},
     {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0, "max_window_layers": 28},
+    {"use_mrope": False, "use_cla": False, "cla_share_factor": 2, "router_aux_loss_coef": 0.001},
+    {"norm_type": "rms", "use_rotary_pos_emb": True, "attention_head_dim": 8, "eod_token_id": 5},
     {"_name_or_path": "a/b", "auto_map": {"AutoModel": "x.Y"}, "transformers_version": "4.51.0"},
 )
 
@@ -167,6 +171,18 @@ def test_what_changes_nothing_passes(
     if (imported := directory.with_name("imported")).exists():
         imported.rename(directory.with_name("before"))
     assert opened(kind, directory, tiny_target).shape == before
+
+
+@pytest.mark.parametrize("kind", ["own", "sglang", "speculators", "dflash", "dspark"])
+def test_a_draft_vocabulary_is_not_tied_to_the_embedding(
+    kind: str, head_of: HeadOf, tiny_target: Path
+) -> None:
+    """Whatever the field says, which AngelSlim copies from the target."""
+    directory = head_of(kind)
+    edit(directory, tie_word_embeddings=True)
+    change(directory, kind, tie_word_embeddings=True)
+    rows = load_file(directory / WEIGHTS)["lm_head.weight"]
+    assert torch.equal(opened(kind, directory, tiny_target).lm_head.weight, rows.float())
 
 
 #: Of one kind: the section that the fields stand in, if not the top; fields; what is refused.
@@ -246,7 +262,11 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     "dflash": [
         ("", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ("", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ("", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        (
+            "",
+            {"tie_word_embeddings": True, "draft_vocab_size": None},
+            "tie_word_embeddings is True",
+        ),
         (
             "",
             {"mask_token_id": 10**6, "dflash_config": {}},

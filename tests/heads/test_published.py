@@ -38,6 +38,7 @@ HEADS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("heads.json").
 REFUSED = {
     "z-lab/gpt-oss-20b-DFlash": "model_type",
     "SpecForge, Qwen3-8B, P-EAGLE": "architectures",
+    "AngelSlim, Hunyuan-4B": "use_qk_norm",
 }
 VOCABULARY, DRAFT, LAYERS, WINDOW, LENGTH = 316, 96, 8, 64, 80
 #: The loaders' default, for heads that name no layers.
@@ -65,6 +66,7 @@ def small(body: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
     sizes = {
         **{"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4},
         **{"num_key_value_heads": 4 if all_heads else 2, "head_dim": 8, "vocab_size": VOCABULARY},
+        **{"attention_head_dim": 8, "org_vocab_size": VOCABULARY},
     }
     layer.update({key: value for key, value in sizes.items() if key in layer})
     if layer.get("layer_types") and "sliding_attention" in layer["layer_types"]:

@@ -192,7 +192,8 @@ def read_dflash_config(
     refuse_unknown(body, where, read=read, rules={**_RULES, **(rules if biased else {})})
     inside, rules = (*_READ, _WINDOW, _WINDOW_SIZE, _CAUSAL, *own), {**_SETTING_RULES, **rules}
     refuse_unknown(settings, where, read=inside, rules=rules, prefix=f"{_SETTINGS}.")
-    if has_rows and body.get("tie_word_embeddings"):
+    part = body.get("draft_vocab_size") not in (None, body.get("vocab_size"))
+    if has_rows and body.get("tie_word_embeddings") and not part:
         problem = "tie_word_embeddings is True, and the weights hold an lm_head of their own"
         raise HeadError(problem, where=where, fix="write false, or use a head without lm_head")
     fields = {name: body[name] for name in _COPIED if body.get(name) is not None} | sights

@@ -24,6 +24,7 @@ from pipeline.heads.fields import (
     only,
     refuse_unknown,
     section,
+    untied,
 )
 from pipeline.heads.speculators import (
     HOW_TO_DRAFT,
@@ -65,7 +66,6 @@ _RULES = {
     "sliding_window_non_causal": only(True, False, reason="it is true or false"),
     "aux_layer_convention": only(_CONVENTION, reason="ids are read as layers that a state enters"),
     "target_hidden_size": LAYER_RULES["target_hidden_size"],
-    "tie_word_embeddings": only(False, reason="the dialect says so by leaving lm_head out"),
 }
 
 
@@ -136,7 +136,8 @@ def as_own_config(body: dict[str, Any], where: str) -> dict[str, Any]:
     sizes = {"hidden_size": layer.get("hidden_size"), **body}
     biased = body.get(MODEL_TYPE) == "dspark"
     also = (*_BIASED, ANCHOR) if biased else ()
-    rules = _RULES if biased else {**_RULES, **NOT_THE_ANCHOR}
+    rules = {**_RULES, **untied(layer.get("vocab_size"), body.get("draft_vocab_size"))}
+    rules |= {} if biased else NOT_THE_ANCHOR
     refuse_unknown(sizes, where, read=(*_READ, "hidden_size", *also), rules=rules)
     if biased and not isinstance(body.get(ANCHOR), bool):
         fix = "write true where every position of a block predicts, else false"

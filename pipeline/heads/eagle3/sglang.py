@@ -24,6 +24,7 @@ from pipeline.heads.fields import (
     refuse_unknown,
     section,
     shape_fields,
+    untied,
     window_fields,
 )
 from pipeline.records import CAPTURE_CONVENTION
@@ -121,7 +122,8 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
     qk_norm = _check_kind(body, where)
     eagle = section(body, "eagle_config", where)
     sliding, windows = eagle3_windows(body, where, draft_window=body.get("draft_window"))
-    rules = {**EAGLE3_RULES, **_EAGLE_RULES}
+    tie = untied(body.get("vocab_size"), body.get("draft_vocab_size"))
+    rules = {**EAGLE3_RULES, **_EAGLE_RULES, **tie}
     read = (*LAYER_FIELDS, *SWITCHES, *_READ, *EAGLE3_FIELDS, *windows)
     refuse_unknown(body, where, read=read, rules=rules)
     refuse_unknown(eagle, where, read=(_LAYERS, *_INSIDE), rules=rules, prefix=f"{_SECTION}.")

@@ -30,6 +30,7 @@ from pipeline.heads.fields import (
     refuse_unknown,
     section,
     shape_fields,
+    untied,
     window_fields,
 )
 from pipeline.heads.speculators import (
@@ -155,12 +156,13 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
         raise HeadError(problem, where=where, fix="write the value that the head was trained with")
     # Two fields of the top level compare with the layer's.
     vocabulary = layer.get("vocab_size")
+    tie = untied(vocabulary, body.get("draft_vocab_size"))
     differs = only(vocabulary, reason=f"differs from vocab_size {vocabulary}")
     refuse_unknown(
         {"vocab_size": None, **body},
         where,
         read=(*SWITCHES, *_READ),
-        rules={**_TOP_RULES, "target_vocab_size": differs},
+        rules={**_TOP_RULES, **tie, "target_vocab_size": differs},
     )
     settings = section(body, SETTINGS, where)
     refuse_unknown(settings, where, read=HOW_TO_DRAFT, rules=_ALGORITHM, prefix=f"{SETTINGS}.")
@@ -170,7 +172,7 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
         layer,
         where,
         read=(*LAYER_FIELDS, "model_type", "architectures", *_OF_LAYERS, *windows),
-        rules={**EAGLE3_RULES, "draft_vocab_size": _equal(body, "draft_vocab_size")},
+        rules={**EAGLE3_RULES, **tie, "draft_vocab_size": _equal(body, "draft_vocab_size")},
         prefix=prefix,
     )
     layers = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
