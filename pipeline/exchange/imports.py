@@ -23,6 +23,7 @@ from pipeline.records import TargetContract, match_contracts
 from pipeline.store.hub import HUB, commit_of
 from pipeline.store.location import Location, as_directory
 from pipeline.store.output import output_directory
+from pipeline.target.files import without_weights
 from pipeline.target.open import open_target
 
 _PASS_ITS_TARGET = "pass the target that the head was trained for with --target"
@@ -63,12 +64,15 @@ def import_head(source: str, *, target: str, out: str, chat_template: str | None
 def _read(source: str) -> tuple[ForeignHead, HeadCard | None]:
     """The head at `source`, and its card when our own export wrote one. Raises HeadError."""
     location = Location(source)
-    names = [name for name in location.names() if name.endswith((".json", ".safetensors"))]
+    stored = list(location.names())
+    names = [name for name in stored if name.endswith((".json", ".safetensors"))]
     if WEIGHTS in names:  # what lies beside it is not read, so not fetched either
         names = [name for name in names if name.endswith(".json") or name == WEIGHTS]
     if CONFIG not in names:
         fix = "pass the directory of a head"
         raise HeadError(f"has no {CONFIG}", where=f"head {source}", fix=fix)
+    if all(name.endswith(".json") for name in names):
+        raise without_weights(stored, f"head {source}", error=HeadError)
     with as_directory(location, names) as directory:
         card = directory / CARD
         return read_foreign(directory), read_card(card) if card.is_file() else None

@@ -30,7 +30,7 @@ from typing import Any
 from pipeline.config import cache_directory
 from pipeline.console import progress_bar
 from pipeline.documents import read_json
-from pipeline.errors import Eagle3Error, TargetError
+from pipeline.errors import Eagle3Error, HeadError, TargetError
 from pipeline.records import digest
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,7 +43,11 @@ _LONG = 1 << 30
 _SETTLED = 2.0
 #: Of the figure of earlier versions.
 _SAMPLE_BYTES, _SAMPLES = 1 << 20, 64
-_SAVE = "save the model again with `save_pretrained`"
+#: What writes a model again; no class of transformers has a draft head.
+_SAVE: dict[type[Eagle3Error], str] = {
+    TargetError: "save the model again with `save_pretrained` (safetensors is its default)",
+    HeadError: "download or export the head again",
+}
 
 
 def weight_files(directory: Path, *, error: type[Eagle3Error] = TargetError) -> list[Path]:
@@ -70,7 +74,8 @@ def weight_names(directory: Path, *, error: type[Eagle3Error] = TargetError) -> 
     if chosen is None:
         chosen = WHOLE if (directory / WHOLE).is_file() else INDEX
         if chosen == INDEX and not (directory / INDEX).is_file():
-            raise _without_weights(directory, error)
+            names = [path.name for path in directory.glob("*")]
+            raise without_weights(names, str(directory), error=error)
     return _shards(directory, chosen, error) if chosen.endswith(_INDEX_SUFFIX) else [chosen]
 
 
@@ -96,11 +101,11 @@ def _shards(directory: Path, index: str, error: type[Eagle3Error]) -> list[str]:
     names: set[Any] = set(shards.values()) if isinstance(shards, dict) and shards else {None}
     if not isinstance(tree.get("metadata"), dict) or not all(isinstance(n, str) for n in names):
         problem = "needs `metadata`, and `weight_map` from names of tensors to names of files"
-        raise error(problem, where=str(path), fix=_SAVE)
+        raise error(problem, where=str(path), fix=_SAVE[error])
     for name in sorted(names):
         _require_inside(name, path, error)
         if not name.endswith(_SUFFIX):
-            raise error(f"names {name!r}, no safetensors file", where=str(path), fix=_SAVE)
+            raise error(f"names {name!r}, no safetensors file", where=str(path), fix=_SAVE[error])
     return sorted(names)
 
 
@@ -124,22 +129,37 @@ def _require_inside(name: str, path: Path, error: type[Eagle3Error]) -> None:
         )
 
 
-def _without_weights(directory: Path, error: type[Eagle3Error]) -> Eagle3Error:
-    """What is in a directory instead of weights that transformers would load."""
-    stored = sorted(path.name for path in directory.glob(f"*{_SUFFIX}"))
-    pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt*"))
-    fix = "save the model with `save_pretrained` (safetensors is its default)"
+def without_weights(
+    names: Sequence[str], where: str, *, error: type[Eagle3Error] = TargetError
+) -> Eagle3Error:
+    """What is among `names` of a directory instead of weights that transformers would load."""
+    stored = sorted(name for name in names if name.endswith(_SUFFIX))
+    pickles = sorted(name for name in names if Path(name).suffix in (".bin", ".pt", ".pth"))
+    pickles.sort(key=lambda name: not name.startswith("pytorch_model"))  # not an optimizer's
+    save = fix = _SAVE[error]
     if any("-of-" in name for name in stored):
         problem = f"has shards of weights ({stored[0]}, …) and no {INDEX}"
-        fix = f"add the model's {INDEX}, or {_SAVE}"
+        fix = f"add the model's {INDEX}, or {save}"
     elif stored:
         problem = f"has {', '.join(stored[:3])} and neither {WHOLE} nor {INDEX}"
-        fix = f"name the model's weights {WHOLE}, or {_SAVE}"
+        fix = f"name the model's weights {WHOLE}, or {save}"
     elif pickles:
-        problem = f"has no {WHOLE}, only weights as pickle ({pickles[0].name})"
+        problem = f"has no {WHOLE}, only weights as pickle ({pickles[0]})"
+        # A whole file, whose name means nothing to a shell.
+        is_plain = "-of-" not in pickles[0] and re.fullmatch(r"[\w.-]+", pickles[0], re.ASCII)
+        if error is HeadError and is_plain:
+            fix = f'run there, or in a copy: python -c "{_CONVERT.format(pickles[0])}"'
     else:
         problem = f"has no weights: neither {WHOLE} nor {INDEX}"
-    return error(problem, where=str(directory), fix=fix)
+    return error(problem, where=where, fix=fix)
+
+
+#: Tensors of a pickle may share memory or lie across it, which safetensors refuses.
+_CONVERT = (
+    "import torch, safetensors.torch as s; "
+    "t = torch.load('{}', map_location='cpu', weights_only=True); "
+    f"s.save_file({{{{n: t[n].contiguous().clone() for n in t}}}}, '{WHOLE}')"
+)
 
 
 def fingerprint(files: Sequence[Path]) -> str:

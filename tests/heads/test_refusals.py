@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.errors import ContractMismatch, HeadError, StoreError
@@ -58,10 +62,20 @@ def test_tensors_that_do_not_fit_are_named(
 def test_weights_as_pickle_are_not_read(
     own: Path, import_back: Callable[[Path], tuple[Eagle3Head, HeadCard]], tmp_path: Path
 ) -> None:
-    (own / WEIGHTS).rename(own / "pytorch_model.bin")
+    """The error says how to convert them."""
+    tensors = load_file(own / WEIGHTS)
+    (own / WEIGHTS).unlink()
+    tensors["fc.weight"] = tensors["fc.weight"].T.contiguous().T  # not contiguous
+    torch.save(tensors, own / "pytorch_model.bin")
+    (own / "optimizer.pt").touch()
     message = r"has no model\.safetensors, only weights as pickle \(pytorch_model\.bin\)"
-    with pytest.raises(HeadError, match=message):
+    with pytest.raises(HeadError, match=message) as refused:
         import_back(own)
+    assert refused.value.fix is not None
+    command = shlex.split(refused.value.fix.partition(": ")[2])
+    subprocess.run([sys.executable, *command[1:]], cwd=own, check=True)
+    back, _ = import_back(own)
+    assert torch.equal(back.fc.weight, tensors["fc.weight"].float())
     with pytest.raises(HeadError, match=r"has no config\.json"):
         import_back(tmp_path / "nowhere")
 
