@@ -71,7 +71,7 @@ def _read(source: str) -> tuple[ForeignHead, HeadCard | None]:
     if CONFIG not in names:
         fix = "pass the directory of a head"
         raise HeadError(f"has no {CONFIG}", where=f"head {source}", fix=fix)
-    if all(name.endswith(".json") for name in names):
+    if not any(".safetensors" in name for name in names):  # nor an index
         raise without_weights(stored, f"head {source}", error=HeadError)
     with as_directory(location, names) as directory:
         card = directory / CARD

@@ -74,16 +74,16 @@ def _complete(
     foreign = fill_rows(foreign, weights, where)
     if has_targets_embedding(foreign, weights):
         return foreign
-    own, other = f"{speculators.EMBEDDING} is not the target's", "for another target, pass --target"
+    own, check = f"{speculators.EMBEDDING} is not the target's", "check --target if it was frozen"
     if sglang.ARCHITECTURE in architectures:
-        notice("import", f"{own}: left out, as {sglang.ARCHITECTURE} reads the target's ({other})")
+        notice("import", f"{own}: left out, as {sglang.ARCHITECTURE} reads the target's ({check})")
         return replace(foreign, embedding=None)
     if foreign.dialect == "sglang" and not {*sglang.CLASSES} & {*architectures}:
         problem = f"{own}, and whether the head reads it depends on architectures"
         vllm = sglang.CLASSES[1]
         fix = f"write [{sglang.ARCHITECTURE}] for a head that reads the target's, else [{vllm}]"
         raise HeadError(problem, where=where, fix=fix)
-    notice("import", f"{own}: kept as the head's own, as vLLM does ({other})")
+    notice("import", f"{own}: kept as the head's own, as vLLM does ({check})")
     shape = foreign.head.shape.model_copy(update={"own_embedding": True})
     tensors = {**foreign.head.state_dict(), speculators.EMBEDDING: foreign.embedding}
     return replace(foreign, head=fill_head(Eagle3Head, shape, tensors, where=where), embedding=None)
