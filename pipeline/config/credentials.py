@@ -34,11 +34,12 @@ _PREFIXES = (
     r"[spr]k_(?:live|test)_|whsec_|shp(?:at|ca|pa|ss)_|sq0(?:atp|csp)-|EAA[A-Z]|"  # payments, shops
     r"xapp-\d-|xox[a-z]-|GOCSPX-|ya29\.|SG\.|lin_api_|figd_|key-|pat[A-Za-z0-9]{14}\.|ATATT3x|"
     r"hvs\.|gl(?:sa|pat|rt|dt)[_\-]|do[op]_v1_|dckr_pat_|dapi|pypi-AgE|sbp_|pscale_tkn_|dp\.pt\.|"
-    r"NRAK-|AKCp|tok-|AGE-SECRET-KEY-1"
+    r"NRAK-|AKCp|tok-|AGE-SECRET-KEY-1|sntrys_"
 )
 #: Keys of these issuers, of OpenAI and Anthropic, and JSON web tokens.
 ISSUED_KEYS = (
     rf"\b(?:{_PREFIXES})(?=[A-Za-z_\-.]*+[0-9])[A-Za-z0-9_\-.]{{19,}}+",
+    r"\bhf_[A-Za-z0-9]{30,}\b",  # often letters alone; with a `_` it is a name in code
     r"\bsk-(?:[A-Za-z]{2,10}-)*[A-Za-z0-9_\-]{20,}",
     r"\beyJ[\w\-]{8,}+\.[\w\-]{8,}+(?:\.[\w\-]*+)?",
 )

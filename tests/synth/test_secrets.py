@@ -17,6 +17,10 @@ GITLAB = "glpat-" + "a1B2c3D4e5F6g7H8i9J0"
 GITHUB = "ghp_" + "a1B2c3D4" * 5
 OPENAI = "sk-proj-abcdefghijklmnop1234567890"
 HIGH_ENTROPY = "kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU"
+RANDOM = "Wq7xZ2mKp9RtLv4NbYc8HsJd3Gf5AeUo"
+HUGGING_FACE = "hf_" + "DiDpexNbalZBfriWPxvXnjsHSJfshgPzxt"
+SENTRY = "sntrys_" + "eyJpYXQiOjE3MDAwMDAwMDAuMTIz"
+SIGNATURE = "pQ7xZ2mKp9RtLv4NbYc8%2FHsJd3Gf5A%2BeUoWq1xCvBnM%3D"
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE KEY-----"
 
 #: value → (type, text around it)
@@ -50,6 +54,12 @@ HARMLESS = [
     "sha256: '2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae'",
     "Visit https://example.com/very/long/path/with-many-parts/index.html?id=12345678",
     "api_key = '<your key here>' and password: ********",
+    "from huggingface_hub import hf_hub_download",
+    "openai_api_key = settings.OPENAI_API_KEY2024abc",
+    "let user_secret_key = generateSecretKey256(user)",
+    "OPENAI_API_KEY=\nAZURE_OPENAI_ENDPOINT_V2=\n",
+    "ENCRYPTION_KEY=/etc/ssl/private/server2.key",
+    "export GITHUB_TOKEN=${{ secrets.GITHUB_TOKEN_2024 }}",
     "The function returns abcdefghijklmnopqrstuvwxyz0123456789.",
 ]
 
@@ -59,6 +69,32 @@ def test_planted_secrets_are_found_and_replaced(value: str) -> None:
     entity, text = PLANTED[value]
     findings = without_overlap(find_secrets(text))
     assert [finding.entity for finding in findings] == [entity]
+    assert value not in redacted(text, findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (f"export AWS_SECRET_ACCESS_KEY={AWS_SECRET}", AWS_SECRET),
+        (f"[default]\naws_secret_access_key = {AWS_SECRET}\n", AWS_SECRET),
+        (f"SecretAccessKey: {AWS_SECRET}", AWS_SECRET),
+        (f"Authorization: Bearer abc.{RANDOM}", f"abc.{RANDOM}"),
+        (f"huggingface-cli login --token {HUGGING_FACE}", HUGGING_FACE),
+        (f"auth {SENTRY}", SENTRY),
+        (f"https://a.blob.core.windows.net/c?sv=2022-11-02&sig={SIGNATURE}&se=2026", SIGNATURE),
+        *(
+            (f"{before}{RANDOM}", RANDOM)
+            for before in (
+                *("OPENAI_API_KEY=", "MISTRAL_API_KEY=", "WANDB_API_KEY=", "DJANGO_SECRET_KEY="),
+                *("my_api_key: ", "openaiApiKey: ", "client_secret=", "AZURE_CLIENT_SECRET="),
+                *("GITHUB_TOKEN=", "JWT_SECRET=", "SECRET_KEY_BASE=", "my api key is "),
+            )
+        ),
+    ],
+)
+def test_unquoted_keys_are_found_and_replaced(text: str, value: str) -> None:
+    findings = without_overlap(find_secrets(f"{text}."))
+    assert [finding.entity for finding in findings] == ["API_KEY"]
     assert value not in redacted(text, findings)
 
 

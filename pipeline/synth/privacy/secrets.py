@@ -36,15 +36,25 @@ _PIECE, _OVERLAP = 500, 200
 _BLANKS = re.compile(r"[^\S\n]{8,}+")
 _ENTROPY = frozenset({"Base64HighEntropyString", "HexHighEntropyString"})
 
-_MIXED = r"(?=[A-Za-z_\-]*+[0-9])(?=[0-9_\-]*+[A-Za-z])"  # letters and digits
+_MIXED = r"(?=[A-Za-z_\-.=+/~]*+[0-9])(?=[0-9_\-.=+/~]*+[A-Za-z])"  # letters and digits
+#: Not code such as `get_key_v2(…)` or `settings.key_v2`, nor the next line of an empty template.
+_ASSIGNED = (
+    r"\s*(?:(?::|\bis\b)\s*|=[^\S\n]*)['\"]?"
+    rf"(?P<value>{_MIXED}[A-Za-z0-9_\-/+]{{16,}}+)(?![(\w]|\.\w)"
+)
 _KEYS = (
     *ISSUED_KEYS,
     r"(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/\w{6,}+/[\w\-/]{20,}+",
     r"\b(?:api|tok|token|key|secret|pat|pk|rk|sk|live|test)[_\-]"
     r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{24,}\b",
     rf"\b[Bb]earer\s(?P<value>{_MIXED}[A-Za-z0-9_\-.=+/~]{{20,}})",
-    r"(?i:\b(?:api|access|secret|auth)[_\- ]?(?:key|token))['\"]?\s*(?:[:=]|\bis\b)\s*['\"]?"
-    rf"(?P<value>{_MIXED}[A-Za-z0-9_\-/+]{{16,}})",
+    r"\bsig=(?P<value>(?:[A-Za-z0-9/+]|%2[BbFf]){43}(?:=|%3[Dd]))",  # Azure's signed addresses
+    # In API_KEY, MY_API_KEY, my-api-key, myApiKey:
+    r"(?:(?<![A-Za-z0-9])|(?<=[a-z])(?=[A-Z]))"
+    r"(?i:(?:api|access|secret|auth|account)[_\- ]?(?:key|token)|client[_\- ]?secret)['\"]?"
+    rf"{_ASSIGNED}",
+    # Other variables of an environment:
+    rf"(?<=[A-Z0-9]_)(?:TOKEN|SECRET|KEY(?:_BASE)?){_ASSIGNED}",
 )
 #: To the end of the text where the closing line is missing: half a key is a key.
 _PEM = (
