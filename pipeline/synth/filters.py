@@ -9,10 +9,12 @@
     replies   reply_repetition  refusal                                   (synth.quality)
 
 Duplicates are exact: NFC, and white space counts as one space. Excluded sets and near-duplicates
-are compared word by word; punctuation that a copy may lose does not count, symbols do:
+are compared word by word; punctuation that a copy may lose does not count, symbols do. Of scripts
+that put no space between words (Han, kana, Thai and the like) each character is a word:
 
     Is 12 * 7 < 90, or not?    is · 12* · 7< · 90 · or · not
     C, C++ or C#?              c · c++ · or · c#
+    Python是什么               python · 是 · 什 · 么
 
 What came before is kept in SQLite files in TMPDIR that have no name and vanish with their object;
 at most 128 MiB of each are in memory.
@@ -28,7 +30,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import regex  # type: ignore[import-untyped]
 
@@ -39,13 +41,33 @@ from pipeline.records import Prompt, Sample, canonical_json
 
 #: A prompt's reason to be left out, or None.
 Step = Callable[[Prompt], str | None]
-_GRAM = 13  # words that two texts must share in a row to count as overlapping
-_SHORTEST_WHOLE = 7  # an excluded turn of 7…12 words counts when it is contained whole
+
+
+class _Rows(NamedTuple):
+    """How long a row of words must be to mean something."""
+
+    gram: int  # words that two texts must share in a row to count as overlapping
+    shortest: int  # an excluded turn shorter than a gram counts from here, contained whole
+    distinct: int  # alphabetic ones of a gram; digits and table borders overlap by chance
+    repeated: int  # a row of so many that comes again is a repetition; shorter ones are style
+
+
+#: By what most words are. A word has one to two ideographs, and three letters or more.
+_OF_WORDS = _Rows(gram=13, shortest=7, distinct=5, repeated=8)
+_OF_IDEOGRAPHS = _Rows(gram=20, shortest=12, distinct=8, repeated=12)
+_OF_LETTERS = _Rows(gram=40, shortest=24, distinct=10, repeated=24)
+_IDEOGRAPHS = r"\p{Han}\p{Hiragana}\p{Katakana}"
+#: All scripts that put no space between words.
+_UNSPACED = rf"{_IDEOGRAPHS}\p{{Thai}}\p{{Lao}}\p{{Khmer}}\p{{Myanmar}}"
+_CHARACTER = rf"[{_UNSPACED}][\p{{M}}ー]*+"
+_IS_CHARACTER, _IS_IDEOGRAPH = regex.compile(_CHARACTER), regex.compile(rf"[{_IDEOGRAPHS}]")
 #: Marks of sentences, quotes and brackets; a copy may have others. Not those of `!=` and `:=`.
 _PUNCTUATION = regex.compile(r"""(?:[.,;:?!'"–—―、。؟،।\p{Pi}\p{Pf}\p{Ps}\p{Pe}](?!=))+""")
-_WORD = regex.compile(r"[\w\p{M}]+(?:\s*+[^\w\p{M}\s]++)*+|[^\w\p{M}\s]+")
+_WORD = regex.compile(
+    rf"(?V1)[[\w\p{{M}}]--[{_UNSPACED}]]+(?:\s*+[^\w\p{{M}}\s]++)*+|{_CHARACTER}|[^\w\p{{M}}\s]+"
+)
+_SPLIT = regex.compile(rf"{_CHARACTER}|[^\s{_UNSPACED}]+")
 _LETTERS = regex.compile(r"[\p{L}\p{M}]+[^\w\p{M}]*+$")
-_DISTINCT_WORDS = 5  # alphabetic ones; rows of digits or table borders overlap by chance
 
 
 def max_length(most: int) -> Step:
@@ -129,11 +151,21 @@ def words_of(text: str) -> list[str]:
 
 def _distinctive_grams(turn: list[str]) -> Iterator[tuple[str, ...]]:
     """Word sequences whose appearance elsewhere is no coincidence."""
-    if len(turn) < _SHORTEST_WHOLE:
-        return
-    for gram in _windows(turn, min(len(turn), _GRAM)):
-        if len({word for word in gram if _LETTERS.match(word)}) >= _DISTINCT_WORDS:
-            yield gram
+    for rows in (_OF_WORDS, _OF_IDEOGRAPHS, _OF_LETTERS):
+        if len(turn) < rows.shortest:
+            continue
+        for gram in _windows(turn, min(len(turn), rows.gram)):
+            letters = {word for word in gram if _LETTERS.match(word)}
+            if len(letters) >= rows.distinct and _rows_of(gram) is rows:
+                yield gram
+
+
+def _rows_of(words: Sequence[str]) -> _Rows:
+    characters = [word for word in words if _IS_CHARACTER.match(word)]
+    if 2 * len(characters) <= len(words):
+        return _OF_WORDS
+    ideographs = sum(bool(_IS_IDEOGRAPH.match(character)) for character in characters)
+    return _OF_IDEOGRAPHS if 2 * ideographs > len(characters) else _OF_LETTERS
 
 
 def _windows(words: list[str], size: int) -> Iterator[tuple[str, ...]]:
@@ -146,8 +178,6 @@ if TYPE_CHECKING:
 
 
 PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
-#: A row of so many words that comes again is a repetition; shorter ones are style.
-_REPEATED_WORDS = 8
 _SHINGLE = 5  # words of one feature for near-duplicates
 _LANGUAGE_CHARACTERS = 40  # too little to tell a language below
 _NO_LANGUAGE = "zxx"  # ISO 639's code for text in none, such as a program
@@ -259,11 +289,14 @@ def repeated_share(text: str) -> float:
 
     a b c d e f g h   a b c d e f g h   i j     →  8 of 18 words
                       └ seen before ┘
+
+    Of 12 or 24 characters in scripts that put no space between words.
     """
-    words = text.split()
+    words = text.split() if text.isascii() else _SPLIT.findall(text)
+    row = _rows_of(words).repeated
     repeated = [False] * len(words)
-    for start in repeated_rows(words, _REPEATED_WORDS):
-        repeated[start : start + _REPEATED_WORDS] = [True] * _REPEATED_WORDS
+    for start in repeated_rows(words, row):
+        repeated[start : start + row] = [True] * row
     return sum(repeated) / len(words) if words else 0.0
 
 

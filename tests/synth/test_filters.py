@@ -141,6 +141,8 @@ def test_turns_and_system_prompts_tell_prompts_apart() -> None:
         ("++ C ++ (or C#)", "++ c++ or c#"),
         ("हिन्दी की किताब।", "हिन्दी की किताब"),
         ("?!… 。", ""),
+        ("用Python写データ*、好吗？", "用 python 写 デー タ * 好 吗"),  # noqa: RUF001
+        ("ภาษาที่ดี", "ภ า ษ า ที่ ดี"),
     ],
 )
 def test_words_keep_marks_and_symbols_and_lose_punctuation(text: str, words: str) -> None:
@@ -176,6 +178,36 @@ def test_matches_of_evaluation_prompts_are_dropped(
         prompt("0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17"),
     ]
     assert decontaminate(excluded)(prompt(*turns)) == ("contaminated" if contaminated else None)
+
+
+CHINESE = "请解释一下量子力学的基本原理，并举例说明它在现代科技中的应用以及未来的发展方向。"  # noqa: RUF001
+JAPANESE = "量子力学の基本原理を説明し、現代の技術における応用例を三つ挙げてください。"
+THAI = "ช่วยอธิบายหลักการพื้นฐานของกลศาสตร์ควอนตัมและยกตัวอย่างการใช้งานในปัจจุบัน"
+SHORT = "天空在中午为什么看起来是蓝色的？"  # noqa: RUF001
+
+
+@pytest.mark.parametrize(
+    ("turn", "contaminated"),
+    [
+        (f"{CHINESE}请用中文回答", True),
+        (f"问题：{CHINESE}", True),  # noqa: RUF001
+        (CHINESE.replace("未来", "今后"), True),
+        (f"次の質問に答えて。{JAPANESE}短くお願いします", True),
+        (f"{THAI}ครับ", True),
+        (f"请问，{SHORT}谢谢", True),  # noqa: RUF001
+        # Of the same topic, or with the same phrases, and other questions all the same.
+        ("请解释一下相对论的基本原理，并举例说明它在卫星导航中的作用。", False),  # noqa: RUF001
+        ("量子力学的基本原理是谁提出的？它在现代科技中有什么用？", False),  # noqa: RUF001
+        ("量子力学の歴史を説明し、現代の技術における課題を挙げてください。", False),
+        ("ช่วยอธิบายหลักการพื้นฐานของเศรษฐศาสตร์และยกตัวอย่างในประเทศไทย", False),
+        ("天空在傍晚为什么看起来是红色的？", False),  # noqa: RUF001
+        ("为什么", True),  # an excluded turn as a whole
+        ("为什么不行", False),
+    ],
+)
+def test_matches_are_found_where_no_space_parts_the_words(turn: str, contaminated: bool) -> None:
+    excluded = [*map(prompt, (CHINESE, JAPANESE, THAI, SHORT, "为什么？"))]  # noqa: RUF001
+    assert decontaminate(excluded)(prompt(turn)) == ("contaminated" if contaminated else None)
 
 
 def test_every_mt_bench_prompt_is_recognised() -> None:

@@ -91,6 +91,8 @@ def test_near_duplicates_of_earlier_prompts_are_dropped() -> None:
         (" ".join(WORDS), 0.0),
         (" ".join([*WORDS[:8], *WORDS[:8], "x", "y"]), 8 / 18),
         ("loop " * 100, 0.99),
+        ("我喜欢吃苹果和香蕉" * 12, 99 / 108),
+        ("今天天气很好我们去公园散步，明天天气很好我们去公园跑步", 0.0),  # noqa: RUF001
     ],
 )
 def test_the_repeated_share_is_that_of_words_seen_before(text: str, share: float) -> None:
@@ -139,6 +141,13 @@ def test_the_config_switches_the_steps(
 def test_system_prompt_and_turns_count_for_the_longest_prompt() -> None:
     given = prompt("abcd", "ef").model_copy(update={"system": "ghi"})
     assert max_length(9)(given) is None and max_length(8)(given) == "long"
+
+
+def test_near_duplicates_are_found_where_no_space_parts_the_words() -> None:
+    text = "请解释一下量子力学的基本原理并举例说明它在现代科技中的应用以及未来可能的发展方向"
+    other = "请介绍一下唐代诗歌的主要流派并举例说明它们对后来文学的影响以及今天的研究现状"
+    given = [prompt(text), prompt(f"{text}呢"), prompt(other)]
+    assert outcome(given, near_duplicates=0.8) == ([(text,), (other,)], {"near_duplicate": 1})
 
 
 def test_near_duplicates_are_remembered_outside_of_pythons_memory() -> None:
