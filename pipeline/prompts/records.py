@@ -38,7 +38,7 @@ from typing import Any, Literal
 
 from pipeline.documents import BrokenDocument, parse_record
 from pipeline.prompts.bad_records import BadRecord, Reason
-from pipeline.records import Prompt, canonical_json
+from pipeline.records import Prompt
 
 #: In place of the licence of a text whose generator's terms forbid training other models with it.
 FORBIDS_COMPETING_MODELS = "LicenseRef-forbids-competing-models"
@@ -227,7 +227,7 @@ def _with_input(instruction: str, record: Mapping[str, Any], where: str) -> str:
 
 
 def _tools(record: Mapping[str, Any], where: str) -> str | None:
-    """The record's tools as canonical JSON, None without any."""
+    """The record's tools as JSON, None without any. Keys stay in order: templates write them so."""
     tools = record.get("tools")
     if _holds_nothing(tools):
         return None
@@ -238,13 +238,17 @@ def _tools(record: Mapping[str, Any], where: str) -> str | None:
         fix = 'write [{"type": "function", "function": {"name": …}}], or leave `tools` out'
         raise BadRecord("is not a list of tools", where=f"{where}: tools", fix=fix)
     try:
-        return canonical_json(_without_null_properties(tools)) if tools else None
+        tools = _without_null_properties(tools)
+        text = json.dumps(tools, separators=(",", ":"), ensure_ascii=False) if tools else None
+        _ = text and text.encode()
     except RecursionError:
         fix = "correct the text, or remove the record"
         raise BadRecord("is nested too deeply", where=f"{where}: tools", fix=fix) from None
-    except (TypeError, ValueError):  # a Python literal can hold what JSON cannot
+    except (TypeError, ValueError):  # a Python literal can hold what JSON cannot, and JSON halves
+        # of surrogate pairs, which no file can
         fix = "write the tools as JSON, or remove the record"
         raise BadRecord("cannot be written as JSON", where=f"{where}: tools", fix=fix) from None
+    return text
 
 
 def _without_null_properties(value: Any, *, of_properties: bool = False) -> Any:

@@ -23,6 +23,7 @@ at most 128 MiB of each are in memory.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sqlite3
 import tempfile
@@ -116,8 +117,10 @@ def first_of_its_kind() -> Step:
 
 
 def duplicate_key(prompt: Prompt) -> bytes:
-    """16 bytes that two prompts share when they are the same but for encoding and white space."""
-    texts = [prompt.system, prompt.tools, *prompt.turns]
+    """16 bytes that two prompts share when they are the same but for encoding, white space and the
+    order of keys in tools."""
+    tools = prompt.tools and canonical_json(json.loads(prompt.tools))
+    texts = [prompt.system, tools, *prompt.turns]
     same = [text and " ".join(unicodedata.normalize("NFC", text).split()) for text in texts]
     return hashlib.blake2b(canonical_json(same).encode(), digest_size=16).digest()
 

@@ -16,6 +16,7 @@ from pipeline.config import SynthSection
 from pipeline.errors import TemplateError
 from pipeline.prompts.records import to_prompt
 from pipeline.records import Message, Prompt, Sample, SamplingOverride
+from pipeline.synth.filters import apply_steps, first_of_its_kind
 from pipeline.synth.generate.conversations import (
     ConversationRunner,
     ConversationScheduler,
@@ -143,7 +144,7 @@ def test_a_tools_answer_is_read_and_not_supervised(plain: ChatTemplate) -> None:
     batch = converse(section(max_turns=3), template, [prompt], CALL, "4 °C.", "Any time.")
     [sample] = batch.samples
     text = template.text(sample.token_ids, special=True)
-    assert text.startswith('tools: [{"function"') and "of another model" not in text
+    assert text.startswith('tools: [{"type"') and "of another model" not in text
     assert '<|im_start|>tool\n{"celsius": 4}\n{"wind": 2}<|im_end|>' in text
     assert supervised_texts(sample, template) == [
         f"{reply}<|im_end|>" for reply in (CALL, "4 °C.", "Any time.")
@@ -151,6 +152,25 @@ def test_a_tools_answer_is_read_and_not_supervised(plain: ChatTemplate) -> None:
     roles = [message.role for message in sample.messages]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     assert sample.tools == prompt.tools and batch.ended == {"complete": 1}
+
+
+def test_tools_have_transformers_ids_whatever_the_order_of_their_keys(plain: ChatTemplate) -> None:
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}, "hour": {}}}
+    function = {"name": "wetter", "description": "Wie heiß?", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
+    template, messages = with_template(plain, WITH_TOOLS), [("user", "Heiß?")]
+    expected = template._tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Heiß?"}], tools=tools, add_generation_prompt=True
+    )["input_ids"]
+    for written in (tools, json.dumps(tools), list(map(json.dumps, tools))):
+        [sample] = converse(
+            section(), template, [with_tools(*messages, tools=written)], "Ja."
+        ).samples
+        assert list(sample.token_ids[: len(expected)]) == expected
+    backwards = [dict(reversed(tools[0].items()))]
+    same = [with_tools(*messages, tools=each) for each in (tools, backwards)]
+    assert same[0].tools != same[1].tools
+    assert apply_steps(same, [first_of_its_kind()]) == (same[:1], {"duplicate": 1})
 
 
 def test_a_target_that_calls_no_tool_gets_no_answer_of_one(plain: ChatTemplate) -> None:
@@ -171,6 +191,12 @@ def test_tools_as_text_and_messages_of_tools_without_any() -> None:
     assert with_tools(*messages, tools=json.dumps([WEATHER])).tools == with_tools(*messages).tools
     bare = with_tools(*messages, tools=None)
     assert bare.turns == ("Weather?", "Thanks") and bare.tools is None and not bare.tool_turns
+
+
+@pytest.mark.parametrize("tools", ["[{'name': {1, 2}}]", [{"name": "\ud800"}]])
+def test_tools_that_no_file_can_hold_are_refused(tools: Any) -> None:
+    with pytest.raises(Exception, match="here: tools: cannot be written as JSON"):
+        with_tools(("user", "Weather?"), tools=tools)
 
 
 @pytest.mark.parametrize("tools", ["weather", [1], {"name": "weather"}])
