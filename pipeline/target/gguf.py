@@ -44,7 +44,7 @@ from pipeline.target.files import sha256_of
 #: the fingerprint, are the same on every machine.
 _STORED = "bfloat16"
 #: Raised when the same file converts to another target: what earlier versions wrote is not taken.
-_CONVERSION = 3
+_CONVERSION = 4
 _FIX = "use the model's safetensors, or another GGUF file of it"
 #: Keys of an architecture whose value does not change what a model computes.
 _HARMLESS = {"rope.scaling.finetuned", "tensor_data_layout"}
@@ -74,6 +74,12 @@ _SCALING = "rope.scaling."
 #: Longest lengths that Llama 3's scaling is searched for: powers of two.
 _LENGTHS = [1 << bits for bits in range(4, 21)]
 _CONTROL, _USER_DEFINED = 3, 4
+#: Control tokens that end a turn, as llama.cpp knows them. Not <|endoftext|>, which ends a
+#: document: where no key names it, transformers and vLLM go on after it.
+_ENDS = {
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<EOT>"),
+    *("<|return|>", "<|call|>"),
+}
 _CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -275,8 +281,7 @@ def _converted_config(gguf: GgufMetadata) -> Any:
 def _apply_metadata(gguf: GgufMetadata, model: Any) -> None:
     """Give the converted `model` what transformers does not read. Raises TargetError."""
     config = model.config
-    names = [f"ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    ends = {int(gguf.tokenizer[name]) for name in names if name in gguf.tokenizer}
+    ends = _end_ids(gguf)
     if len(ends) > 1:  # as llama.cpp, which ends a reply with any of them
         model.generation_config.eos_token_id = sorted(ends)
     if config.model_type not in DECODED:
@@ -301,6 +306,22 @@ def _apply_metadata(gguf: GgufMetadata, model: Any) -> None:
             gguf.refuse(
                 f"{rope['rope_type']} rotary scaling is not supported by {config.model_type}"
             )
+
+
+def _end_ids(gguf: GgufMetadata) -> set[int]:
+    """Those that end a reply: by their keys, and by their text, since many files have no such key
+    but that of <|endoftext|>."""
+    names = [f"ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ends = {int(gguf.tokenizer[name]) for name in names if name in gguf.tokenizer}
+    tokens, types = gguf.tokenizer.get("ggml.tokens", ()), gguf.tokenizer.get("ggml.token_type", ())
+    named = {
+        text: number
+        for number, (text, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL and text in _ENDS
+    }
+    if "<|return|>" in named:  # of gpt-oss, whose messages within a reply end with <|end|>
+        named.pop("<|end|>", None)
+    return ends | set(named.values())
 
 
 def _check_converted(gguf: GgufMetadata, directory: Path) -> None:

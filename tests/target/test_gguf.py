@@ -17,6 +17,8 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.errors import TargetError
 from pipeline.target.gguf import GgufMetadata
 from pipeline.target.open import resolve
+from pipeline.target.template import load_template
+from tests.conftest import CHATML
 from tests.decoder.conftest import states_of
 
 gguf = pytest.importorskip("gguf")
@@ -365,3 +367,26 @@ def test_counts_and_offsets_that_are_hostile(
     path.write_bytes(data)
     with pytest.raises(TargetError, match=rf"x\.gguf: .*{said}"):
         GgufMetadata(path)
+
+
+@pytest.mark.parametrize(
+    ("added", "ends"),
+    [
+        ((), ["<|im_end|>"]),
+        (("<|eot_id|>", "<|eom_id|>", "<|end|>"), ["<|end|>", "<|eom_id|>", "<|eot_id|>"]),
+        (("<|return|>", "<|call|>", "<|end|>"), ["<|call|>", "<|return|>"]),  # gpt-oss
+    ],
+)
+def test_tokens_that_end_a_turn_are_known_by_their_text(
+    tokenizer: Any, tmp_path: Path, added: tuple[str, ...], ends: list[str]
+) -> None:
+    """Of a file whose only key is that of the token that ends a document."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|endoftext|>", *added]})
+    tokenizer.eos_token = "<|endoftext|>"
+    path = tmp_path / "model.gguf"
+    _write(path, "llama", {}, lambda w: w.add_chat_template(CHATML), tokenizer)
+    directory = resolve(TargetSection(source=str(path))).directory
+    template = load_template(directory, source="model.gguf", system_prompt=None)
+    texts = [template.text([token], special=True) for token in template.stop_ids]
+    assert sorted(texts) == sorted({"<|im_end|>", "<|endoftext|>", *ends})
+    assert template.text([template.end_of_turn or 0], special=True) == "<|im_end|>"
