@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.errors import ConfigError, DataError
 from pipeline.prompts import load_prompts
-from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
+from pipeline.prompts.records import FORBIDS_COMPETING_MODELS, to_prompt
 from pipeline.records import Prompt
 from pipeline.store.location import Location
 from pipeline.store.samples import shard_name
@@ -91,6 +91,27 @@ def test_a_source_can_be_marked_as_made_under_such_terms(
         {"source": str(marked), "license": "MIT", "forbids_competing_models": True},
     ]
     assert selected(make_config(sources=sources)).rejected == {"terms:forbids_competing_models": 2}
+
+
+@pytest.mark.parametrize(
+    ("value", "forbids"),
+    [
+        *((value, True) for value in (True, "true", " True", "YES", 1, 1.0, "1", "1.0")),
+        *((value, False) for value in (False, "false", "No", 0, 0.0, "0", "", None, float("nan"))),
+    ],
+)
+def test_a_record_says_so_as_tables_store_it(value: Any, forbids: bool) -> None:
+    record = {"prompt": "Hi", "license": "MIT", "forbids_competing_models": value}
+    read = to_prompt(record, where="here", sample_id="0", source="s")
+    reason = "terms:forbids_competing_models" if forbids else None
+    assert license_gate(["MIT"])(read) == reason
+
+
+@pytest.mark.parametrize("value", ["maybe", 2, [True], {"value": True}])
+def test_a_record_that_says_neither_is_bad(value: Any) -> None:
+    record = {"prompt": "Hi", "license": "MIT", "forbids_competing_models": value}
+    with pytest.raises(DataError, match="forbids_competing_models: is neither true nor false"):
+        to_prompt(record, where="here", sample_id="0", source="s")
 
 
 def test_duplicates_are_equal_but_for_encoding_and_white_space() -> None:
