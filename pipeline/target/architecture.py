@@ -96,6 +96,8 @@ class Architecture:
     tied: bool | None = field(default=None, compare=False)
     #: Name → shape of all that transformers' model is made of; None where files use other names.
     tensors: Mapping[str, tuple[int, ...]] | None = field(default=None, compare=False)
+    #: Whether config.json says that weights may be; without one nothing is known.
+    quantised: bool = field(default=True, compare=False)
     #: Why documents of one batch cannot be kept apart here; an engine that serves it does.
     not_packed: str = field(default="", compare=False)
 
@@ -203,6 +205,7 @@ def read_architecture(
         query_scale=round(scaling * size**0.5, 9) if scaling and size else 1.0,
         tied=tied,
         tensors=tensors,
+        quantised=_is_quantised(config),
         not_packed=not_packed,
     )
 
@@ -211,8 +214,12 @@ def _stores_as_named(config: Any) -> bool:
     """Whether files hold a model's tensors under their names: elsewhere transformers renames and
     joins them while it loads, as it does with experts, or unpacks quantised ones."""
     text_alone = config.get_text_config() is config
-    quantised = getattr(config, "quantization_config", None)
-    return config.model_type in DECODED and text_alone and not quantised
+    return config.model_type in DECODED and text_alone and not _is_quantised(config)
+
+
+def _is_quantised(config: Any) -> bool:
+    parts = (config, config.get_text_config())
+    return any(getattr(part, "quantization_config", None) for part in parts)
 
 
 def _tensors(model: Any, tied: bool) -> dict[str, tuple[int, ...]]:

@@ -123,9 +123,16 @@ class TargetWeights:
         return _TORCH_NAMES.get(name, name.lower())
 
     def check(self) -> None:
-        """Raise TargetError where embedding or lm_head are missing or quantised."""
+        """Raise TargetError where embedding or lm_head are missing or quantised, or any weight is
+        and config.json does not say so."""
         for name in (self._embedding_name, self._output_name or self._embedding_name):
             self._whole(name)
+        for name in () if self._architecture.quantised else self:
+            kind = self._files[name].get_slice(name).get_dtype()
+            if name.endswith(".weight") and kind not in _TORCH_NAMES:
+                problem = f"is quantised ({kind}), and config.json has no quantization_config"
+                fix = "use the checkpoint that is stored in 16 bits"
+                raise TargetError(problem, where=f"{self.directory}: {name}", fix=fix)
 
     def embedding(self) -> Tensor:
         """Token embedding [V, H], as stored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,6 +210,23 @@ def test_quantised_weights_are_refused_where_they_would_be_read_as_numbers(
     assert query not in weights.layer(7) and query in weights.layer(6)
     with pytest.raises(TargetError, match=r"lm_head\.weight is quantised to float8_e4m3fn"):
         opened(target_copy)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
+def test_quantised_weights_of_which_config_json_says_nothing_are_refused(
+    target_copy: Path, dtype: torch.dtype, kind: str
+) -> None:
+    tensors = load_file(target_copy / "model.safetensors")
+    name = "model.layers.7.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, target_copy / "model.safetensors", {"format": "pt"})
+    problem = rf"{name}: is quantised \({kind}\), and config\.json has no quantization_config"
+    with pytest.raises(TargetError, match=problem):
+        opened(target_copy)
+    settings = json.loads((target_copy / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8"}
+    (target_copy / "config.json").write_text(json.dumps(settings))
+    assert opened(target_copy)
 
 
 def rows_of_the_table() -> str:
