@@ -113,7 +113,7 @@ def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
         _refuse_repeated_names(schema, source)
         number = 0
         for batch in batches:
-            for record in _rows(batch):
+            for record in _rows(_timeless(batch)):
                 number += 1
                 yield f"{source}: row {number}", record
 
@@ -135,6 +135,46 @@ def _refuse_repeated_names(fields: Any, source: str, above: str = "") -> None:
             inner = inner.value_field.type
         if hasattr(inner, "fields"):
             _refuse_repeated_names(inner.fields, source, f"{above}{name}.")
+
+
+def _timeless(batch: Any) -> Any:
+    """The batch with times as the integers that they are stored as: Python's own end with the year
+    9999, and its zones and nanoseconds are not those of tables."""
+    import pyarrow  # type: ignore[import-untyped]
+
+    kinds = [_timeless_type(array.type) for array in batch.columns]
+    columns = [
+        array if array.type == kind else array.view(kind)
+        for array, kind in zip(batch.columns, kinds, strict=True)
+    ]
+    return pyarrow.record_batch(columns, names=batch.schema.names) if columns else batch
+
+
+def _timeless_type(kind: Any) -> Any:
+    import pyarrow
+    from pyarrow import types
+
+    def inner(field: Any) -> Any:
+        return field.with_type(_timeless_type(field.type))
+
+    if types.is_temporal(kind) and not types.is_interval(kind):
+        return pyarrow.int32() if kind.bit_width == 32 else pyarrow.int64()
+    if types.is_dictionary(kind):
+        return pyarrow.dictionary(kind.index_type, _timeless_type(kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pyarrow.struct([inner(field) for field in kind.fields])
+    if types.is_map(kind):
+        return pyarrow.map_(inner(kind.key_field), inner(kind.item_field), kind.keys_sorted)
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(inner(kind.value_field), kind.list_size)
+    lists = (
+        (types.is_list, pyarrow.list_),
+        (types.is_large_list, pyarrow.large_list),
+        (types.is_list_view, pyarrow.list_view),
+        (types.is_large_list_view, pyarrow.large_list_view),
+    )
+    made = (make(inner(kind.value_field)) for is_kind, make in lists if is_kind(kind))
+    return next(made, kind)
 
 
 def _rows(batch: Any) -> Iterator[Any]:
@@ -162,7 +202,7 @@ class _RowSize(int):
 def _measured(arrays: Iterable[Any]) -> tuple[int, int]:
     """Bytes of texts and numbers, each counted as often as it occurs, and how many values and lists
     there are."""
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     import pyarrow.compute as compute  # type: ignore[import-untyped]
 
     size = values = 0

@@ -257,6 +257,36 @@ def test_a_row_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     assert bad.counts == {"record:not_utf8": 1}
 
 
+_TIMES = (
+    *(pa.date32(), pa.date64(), pa.time32("ms"), pa.time64("ns"), pa.timestamp("ms")),
+    *(pa.timestamp("ns"), pa.timestamp("us", tz="Nowhere/Bad"), pa.duration("s")),
+)
+
+
+@pytest.mark.parametrize("kind", _TIMES, ids=str)
+def test_a_time_that_python_cannot_hold_does_not_matter(tmp_path: Path, kind: Any) -> None:
+    stored = pa.int32() if kind.bit_width == 32 else pa.int64()
+    at = pa.array([2**30 if kind.bit_width == 32 else 2**61, None], stored).view(kind)
+    role, content = pa.array(["user"] * 2).dictionary_encode(), pa.array(["Why?", "How?"])
+    message = pa.StructArray.from_arrays([role, content, at], ["role", "content", "at"])
+    one = pa.array([0, 1, 2], pa.int32())
+    columns = {
+        "messages": pa.ListArray.from_arrays(one, message),
+        "at": at,
+        "log": pa.MapArray.from_arrays(one, pa.array(["a", "b"]), at),
+        "pairs": pa.FixedSizeListArray.from_arrays(pa.concat_arrays([at, at]), 2),
+        "large": pa.LargeListArray.from_arrays(one.cast(pa.int64()), at),
+        "packed": at.dictionary_encode(),
+        "id": pa.array([7, 8]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "p.parquet")
+    prompts = load(str(tmp_path / "p.parquet"))
+    assert [(each.turns, each.sample_id) for each in prompts] == [
+        (("Why?",), "7"),
+        (("How?",), "8"),
+    ]
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, inside: bool) -> None:
     """A record would have the last of them, and with it maybe another licence."""
