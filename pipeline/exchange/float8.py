@@ -24,7 +24,7 @@ from pipeline.decoder.ops.layer import Float8Rows
 from pipeline.errors import TargetError
 from pipeline.store.output import output_directory
 from pipeline.target.files import weight_files
-from pipeline.target.open import Target, open_target
+from pipeline.target.open import NAMED_TEMPLATES, Target, open_target
 
 _MATRIX = re.compile(r"layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
 #: What a copy needs beside the weights: configuration, tokenizer and template.
@@ -48,6 +48,8 @@ def round_target(source: str, out: str) -> None:
                 rounded, parameters = rounded + count, parameters + size
         for path in {path for pattern in _BESIDE for path in target.directory.glob(pattern)}:
             shutil.copyfile(path, folder / path.name)
+        if (named := target.directory / NAMED_TEMPLATES).is_dir():
+            shutil.copytree(named, folder / NAMED_TEMPLATES)
     share = f"{parameters / target.contract.parameters:.0%} of its parameters"
     notice("target", f"{out}: {rounded} matrices are float8's, {share}; all else is as it was")
 

@@ -372,7 +372,7 @@ def from_messages(
             fix = "begin with what the user asked"
             raise BadRecord("begins with a tool's answer", where=where, fix=fix)
         else:
-            answer = _content(message, at)
+            answer = _content(message, at, spelled_parts=False)
             turns.append(ToolTurn(f"{turns.pop()}\n{answer}" if last == "tool" else answer))
         last = kind
     return turns, system
@@ -429,9 +429,11 @@ def _system_text(message: Mapping[str, Any], at: str) -> str | None:
     return text if text.strip() else None
 
 
-def _content(message: Mapping[str, Any], at: str) -> str:
+def _content(message: Mapping[str, Any], at: str, *, spelled_parts: bool = True) -> str:
+    """Text parts joined; also those that a text spells, but not in what a tool answered: that may
+    be any JSON."""
     content = _first(message, CONTENT_KEYS)
-    parts = spelled(content) if isinstance(content, str) else content
+    parts = spelled(content) if isinstance(content, str) and spelled_parts else content
     parts = [parts] if isinstance(parts, Mapping) else parts
     if _is_list(parts) and parts and all(_is_part(part) or _has_media(part) for part in parts):
         if any(map(_has_media, parts)):

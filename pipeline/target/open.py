@@ -218,6 +218,8 @@ def open_contracted_target(
     return open_target(section, expected=contract, where=where)
 
 
+#: Folder of templates beside the default one, such as one for tools.
+NAMED_TEMPLATES = "additional_chat_templates"
 #: Files of a hub repository that are not weights.
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 
@@ -408,7 +410,18 @@ def _tokenizer_hash(directory: Path, where: str) -> str:
 
 
 def _template_hash(directory: Path, source: str, configured: str | None) -> str:
-    """Hash of the chat template's text, the configured one or the target's; "none" without one."""
+    """Hash of the chat template's text, the configured one or the target's; "none" without one.
+
+    With the target's own go those in `NAMED_TEMPLATES`.
+    """
+    named = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
+    if named and configured is None:
+        own = _own_template_hash(directory, source, None)
+        return digest([own, {path.stem: _sha256(path) for path in named}])
+    return _own_template_hash(directory, source, configured)
+
+
+def _own_template_hash(directory: Path, source: str, configured: str | None) -> str:
     separate = directory / "chat_template.jinja"
     if separate.is_file() and configured is None:
         return _sha256(separate)

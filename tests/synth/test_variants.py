@@ -180,6 +180,33 @@ def test_a_target_that_calls_no_tool_gets_no_answer_of_one(plain: ChatTemplate) 
     assert len(batch.samples[0].supervised) == 1 and batch.ended == {"no_tool_call": 1}
 
 
+@pytest.mark.parametrize(
+    ("reply", "calls"),
+    [
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather", True),  # noqa: RUF001
+        ('<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"a":1}', True),
+        ('<|tool_call|>[{"name": "weather"}]', True),
+        ('<|START_ACTION|>[{"tool_name": "weather", "parameters": {}}]<|END_ACTION|>', True),
+        ('[weather(city="Oslo"), weather(city="Rome")]', True),
+        ("[See here](https://x.org) (a list)", False),
+        ("Call weather(city) [or not].", False),
+    ],
+)
+def test_calls_of_todays_formats_are_known(plain: ChatTemplate, reply: str, calls: bool) -> None:
+    template = with_template(plain, WITH_TOOLS)
+    prompt = with_tools(("user", "Weather?"), ("tool", "4"))
+    batch = converse(section(), template, [prompt], reply, "4.")
+    assert batch.ended == {"complete" if calls else "no_tool_call": 1}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ['[{"type": "file", "name": "a.txt"}]', '{"type": "text", "text": "4 C", "isError": true}'],
+)
+def test_a_tools_answer_may_be_any_json(answer: str) -> None:
+    assert with_tools(("user", "Why?"), ("tool", answer)).turns == ("Why?", answer)
+
+
 def test_tools_that_a_template_does_not_show_are_counted(plain: ChatTemplate) -> None:
     prompts = [with_tools(("user", "Weather?")), asked(1)]
     batch = converse(section(), plain, prompts, "so")

@@ -55,6 +55,14 @@ def test_it_is_a_target_like_any_other_and_not_the_same(tiny_target: Path, round
     assert ours.contract.chat_template_hash == theirs.contract.chat_template_hash
 
 
+def test_templates_beside_the_default_one_are_copied(target_copy: Path, tmp_path: Path) -> None:
+    named = Path("additional_chat_templates/tool_use.jinja")
+    (target_copy / named).parent.mkdir()
+    (target_copy / named).write_text("{{ tools }}")
+    assert main(["float8", str(target_copy), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / named).read_text() == "{{ tools }}"
+
+
 def test_the_decoder_says_what_transformers_generates(rounded: Path) -> None:
     from transformers import AutoModelForCausalLM
 

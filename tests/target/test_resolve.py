@@ -70,6 +70,19 @@ def test_a_single_changed_weight_is_another_target(tiny_target: Path, target_cop
         match_contracts(before, _contract(target_copy), where="x")
 
 
+def test_a_changed_template_for_tools_is_another_target(target_copy: Path) -> None:
+    plain = _contract(target_copy)
+    folder = target_copy / "additional_chat_templates"
+    folder.mkdir()
+    contracts = []
+    for text in ("{{ tools }}", "{{ tools | tojson }}"):
+        (folder / "tool_use.jinja").write_text(text)
+        contracts.append(_contract(target_copy))
+    assert len({each.chat_template_hash for each in (plain, *contracts)}) == 3
+    with pytest.raises(ContractMismatch, match=r"x: contract\.chat_template_hash"):
+        match_contracts(contracts[1], contracts[0], where="x")
+
+
 def test_the_contract_states_the_facts(tiny_target: Path) -> None:
     contract = _contract(tiny_target)
     tensors = load_file(tiny_target / "model.safetensors")

@@ -47,8 +47,11 @@ from pipeline.target.template import ChatTemplate
 _SEED_BITS = 31
 #: How today's models begin the call of a tool.
 _TOOL_CALL = re.compile(
-    r"<tool_call>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
+    r"<tool_call>|<function=|\[TOOL_CALLS\]|<\|python_(?:tag|start)\|>"
+    r"|<\|tool_calls?(?:_section)?(?:_begin|_start)?\|>"  # Granite 3, Phi-4-mini, Kimi, LFM
+    r"|<｜tool▁calls?▁begin｜>|\bto=functions\.\w|<\|START_ACTION\|>"  # noqa: RUF001  DeepSeek, gpt-oss, Command R7B
     r"|\A\s*[\[{][\s\S]*\"(?:name|function)\"\s*:[\s\S]*\"(?:arguments|parameters)\"\s*:"
+    r"|\A\s*\[\s*[A-Za-z_][\w.]*\([\s\S]*\)\s*\]\s*\Z"  # Llama 4, as Python writes it
 )
 
 
