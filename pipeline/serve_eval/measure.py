@@ -58,6 +58,8 @@ _STEPS = 256.0
 #: Share by which the logits before a token may differ, ‖ours - theirs‖ / ‖theirs‖, both without
 #: their mean. Sound ways differ by some 1e-5.
 _LOGITS = 1e-3
+#: Tokens of a reply whose rate with Hugging Face is taken.
+_LEAST_TIMED = 4
 _EPS = float(torch.finfo(torch.float32).eps)
 
 
@@ -65,7 +67,7 @@ _EPS = float(torch.finfo(torch.float32).eps)
 class Measured:
     """One question, decoded in every way.
 
-    Rates in tokens per second; 0 when nothing was decoded after prefill.
+    Rates in tokens per second; 0 when nothing was decoded after prefill, or too little to time.
     """
 
     question: Question
@@ -325,7 +327,10 @@ def _rate(completion: Completion) -> float:
 
 @torch.inference_mode()
 def _hf_rate(hf: LoadedTarget, request: Request, *, warm_up: bool) -> float:
-    """Decoding rate of `generate`: a run of one token, which is all prefill, is subtracted."""
+    """Decoding rate of `generate`: a run of one token, which is all prefill, is subtracted.
+
+    0 for a reply that is too short for it: what two timings differ by is then chance.
+    """
     ids = torch.tensor([request.prompt_ids], device=hf.device)
 
     def timed(limit: int) -> tuple[int, float]:
@@ -344,7 +349,9 @@ def _hf_rate(hf: LoadedTarget, request: Request, *, warm_up: bool) -> float:
         timed(2)
     _, prefill = timed(1)
     tokens, whole = timed(request.max_new_tokens)
-    return (tokens - 1) / (whole - prefill) if tokens > 1 else 0.0
+    if tokens < _LEAST_TIMED or whole <= prefill:
+        return 0.0
+    return (tokens - 1) / (whole - prefill)
 
 
 def _spread(total: int, count: int) -> set[int]:

@@ -99,7 +99,7 @@ def summarise(
         acceptance_length=_acceptance(measured).tau,
         alpha=_acceptance(drafted).alpha,
         tokens_per_second={
-            mode: _median(item.rates[mode] for item in measured if mode in item.rates)
+            mode: _median(rate for item in measured if (rate := item.rates.get(mode)))
             for mode in ("speculative", "plain", "hf")
         },
         speedup={rival: _median(_speedups(measured, rival)) for rival in ("plain", "hf")},
@@ -242,7 +242,7 @@ def _result(item: Measured, identical: bool) -> PromptResult:
         source=item.question.source,
         turn=item.question.turn,
         context_tokens=len(item.question.context),
-        context_digest=digest(item.question.context)[:16],
+        context_digest=context_digest(item.question.context),
         finish_reason=item.speculative.finish_reason,
         rounds=statistics.rounds,
         tokens=len(item.speculative.token_ids),
@@ -269,7 +269,9 @@ def _by_category(measured: Sequence[Measured]) -> dict[str, CategoryFigures]:
         category: CategoryFigures(
             prompts=len(items),
             acceptance_length=_acceptance(items).tau,
-            tokens_per_second=_median(item.rates["speculative"] for item in items),
+            tokens_per_second=_median(
+                rate for item in items if (rate := item.rates["speculative"])
+            ),
             speedup_plain=_median(_speedups(items, "plain")),
         )
         for category, items in sorted(groups.items())
@@ -277,8 +279,8 @@ def _by_category(measured: Sequence[Measured]) -> dict[str, CategoryFigures]:
 
 
 def _speedups(measured: Sequence[Measured], rival: str) -> list[float]:
-    """Speculative rate over the rival's, of each question that both decoded."""
-    rates = [item.rates for item in measured if item.rates.get(rival)]
+    """Speculative rate over the rival's, of each question that has both."""
+    rates = [item.rates for item in measured if item.rates.get(rival) and item.rates["speculative"]]
     return [each["speculative"] / each[rival] for each in rates]
 
 
@@ -426,6 +428,11 @@ def golden_figure(
         acceptance_length=figures.acceptance_length,
         prompts=tuple(chosen),
     )
+
+
+def context_digest(context: Sequence[int]) -> str:
+    """As in PromptResult."""
+    return digest(tuple(context))[:16]
 
 
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:

@@ -41,7 +41,7 @@ class Faults:
     max_model_len: int = 4096  # that vLLM reports
     by_request: bool = False  # vLLM reports each request's rounds in its reply
     limit: int = 4096  # tokens of a vLLM's reply
-    parts_at: int = 4096  # the token from which on a vLLM's reply is another
+    parts_at: int = 4096  # the token from which on a reply is another
     plain: bool = False  # knows nothing of speculation
     other_tokens: bool = False  # decodes something else
     noise: float | None = 0.0  # nats, on the leads of a reply that it scores; None: it scores none
@@ -96,8 +96,37 @@ class RecordedServer:
         ]
 
     def counters_of(self, prompt: GoldenPrompt) -> RoundCounters:
-        """With the shape that it drafts: the report's tree."""
+        """With the shape that it drafts."""
         return prompt.counters
+
+    def until(
+        self, prompt: GoldenPrompt, reply: list[int], counters: RoundCounters, limit: int
+    ) -> tuple[list[int], RoundCounters]:
+        """Of a reply that a limit may end, and that may part."""
+        if limit < len(reply):
+            reply, counters = reply[:limit], self._counters_until(prompt, limit)
+        at = self.faults.parts_at
+        return [*reply[:at], *(token ^ 1 for token in reply[at:])], counters
+
+    def _counters_until(self, prompt: GoldenPrompt, tokens: int) -> RoundCounters:
+        accepted_at = prompt.accepted_at[self.shape.label]
+        taken, position = list[int](), 0
+        while position < tokens - 1:
+            taken.append(accepted_at[position])
+            position += taken[-1] + 1
+        counters = RoundCounters(
+            rounds=len(taken),
+            tokens=tokens - 1,
+            drafted=(self.shape.nodes - 1) * len(taken),
+            accepted_lengths=tuple(taken.count(each) for each in range(max(taken, default=0) + 1)),
+            proposed=(len(taken),) * self.shape.steps,
+        )
+        return _with_one_more(counters) if prompt.id in self.faults.one_more_round else counters
+
+    @property
+    def shape(self) -> TreeSection:
+        """That it drafts: the report's tree."""
+        return self.golden.tree
 
     async def refusal(self) -> Response | None:
         if self.faults.busy:
@@ -187,6 +216,8 @@ class RecordedSglang(RecordedServer):
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         golden, reply, counters = self.reply(body["input_ids"])
+        limit = body["sampling_params"]["max_new_tokens"]
+        reply, counters = self.until(golden, reply, counters, limit)
         made = 0
         for piece in _pieces(reply, counters):
             made += len(piece)
@@ -259,9 +290,14 @@ class RecordedVllm(RecordedServer):
             ]
         )
 
+    @property
+    def shape(self) -> TreeSection:
+        """A chain, which is all that it drafts."""
+        return TreeSection.chain(self.drafts)
+
     def counters_of(self, prompt: GoldenPrompt) -> RoundCounters:
-        """With a chain, which is all that it drafts."""
-        return prompt.shapes[TreeSection.chain(self.drafts).label]
+        """With it."""
+        return prompt.shapes[self.shape.label]
 
     async def models(self, request: Request) -> Response:
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": "vllm", "root": MODEL}
@@ -309,10 +345,8 @@ class RecordedVllm(RecordedServer):
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         golden, reply, counters = self.reply(body["prompt"])
-        if (limit := min(self.faults.limit, body["max_tokens"])) < len(reply):
-            reply, counters = reply[:limit], self.counters_until(golden, limit)
-        at = self.faults.parts_at
-        reply = [*reply[:at], *(token ^ 1 for token in reply[at:])]
+        limit = min(self.faults.limit, body["max_tokens"])
+        reply, counters = self.until(golden, reply, counters, limit)
         head = {"id": "cmpl-a", "object": "text_completion", "created": 1, "model": MODEL}
         made = 0
         for piece in _pieces(reply, counters):
@@ -346,22 +380,6 @@ class RecordedVllm(RecordedServer):
         before = [None, *[{"7": {"logprob": -3.0, "rank": 9}}] * others]
         choice = {"index": 0, "text": "x", "logprobs": None, "prompt_logprobs": [*before, *rows]}
         return JSONResponse({"object": "text_completion", "choices": [choice]})
-
-    def counters_until(self, prompt: GoldenPrompt, tokens: int) -> RoundCounters:
-        """Of a reply that a limit ends."""
-        accepted_at = prompt.accepted_at[TreeSection.chain(self.drafts).label]
-        taken, position = list[int](), 0
-        while position < tokens - 1:
-            taken.append(accepted_at[position])
-            position += taken[-1] + 1
-        counters = RoundCounters(
-            rounds=len(taken),
-            tokens=tokens - 1,
-            drafted=self.drafts * len(taken),
-            accepted_lengths=tuple(taken.count(each) for each in range(max(taken, default=0) + 1)),
-            proposed=(len(taken),) * self.drafts,
-        )
-        return _with_one_more(counters) if prompt.id in self.faults.one_more_round else counters
 
     def _speculative_decoding(self, counters: RoundCounters) -> dict[str, Any]:
         return {

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,16 @@ import pytest
 from pipeline.config import RunConfig, load
 from pipeline.errors import EndpointError, EndpointsUnavailable
 from pipeline.reports import EvalReport, ServerResult, VllmNames
-from pipeline.serve_eval.questions import first_question, load_evaluation_prompts
+from pipeline.serve_eval.questions import Question, first_question, load_evaluation_prompts
 from pipeline.serve_eval.servers.check import check, compare_golden
-from pipeline.serve_eval.servers.evaluate import evaluate_server
-from pipeline.serve_eval.servers.kinds import LiveServer, parse_metrics, read_leads, rounds_of
+from pipeline.serve_eval.servers.evaluate import _own_counters, evaluate_server
+from pipeline.serve_eval.servers.kinds import (
+    LiveServer,
+    MetricCounts,
+    parse_metrics,
+    read_leads,
+    rounds_of,
+)
 from pipeline.target.open import open_template
 from tests.serve_eval.conftest import listening_app
 from tests.serve_eval.recorded import Faults, RecordedServer, RecordedSglang, RecordedVllm
@@ -134,8 +141,8 @@ def test_replies_that_a_limit_ends_are_named(recorded: Recorded) -> None:
     assert not check(recorded.report, recorded.of(url).eval.server, where="report")
 
 
-def test_in_bf16_a_reply_that_parts_is_asked_for_up_to_there(recorded: Recorded) -> None:
-    """Its text may part; its rounds until then may not."""
+def _near_ties(recorded: Recorded) -> EvalReport:
+    """The report in bf16, with another token nearly as likely everywhere."""
     settings = recorded.report.settings.model_copy(update={"dtype": "bfloat16"})
     near = recorded.golden.model_copy(
         update={
@@ -151,7 +158,14 @@ def test_in_bf16_a_reply_that_parts_is_asked_for_up_to_there(recorded: Recorded)
             )
         }
     )
-    report = recorded.report.model_copy(update={"settings": settings, "golden": near})
+    return recorded.report.model_copy(update={"settings": settings, "golden": near})
+
+
+def test_in_bf16_a_reply_that_parts_is_asked_for_up_to_there(recorded: Recorded) -> None:
+    """Its text may part; its rounds until then may not."""
+    report = _near_ties(recorded)
+    near = report.golden
+    assert near is not None
     url, served = recorded.start(RecordedVllm, Faults(parts_at=6))
     section = recorded.of(url).eval.server
     seen, findings = compare_golden(report, section, where="report")
@@ -162,6 +176,23 @@ def test_in_bf16_a_reply_that_parts_is_asked_for_up_to_there(recorded: Recorded)
     more = frozenset(each.id for each in longer)
     url, _ = recorded.start(RecordedVllm, Faults(parts_at=6, one_more_round=more))
     assert not check(report, recorded.of(url).eval.server, where="report")
+
+
+@pytest.mark.parametrize("more", [0, 8])
+def test_rounds_of_trees_are_counted_up_to_where_texts_part(recorded: Recorded, more: int) -> None:
+    """Though no reply has the decoder's text to its end."""
+    ids = frozenset(each.id for each in recorded.golden.prompts[:more])
+    faults = Faults(noise=None, parts_at=15, one_more_round=ids)
+    url, _ = recorded.start(RecordedSglang, faults)
+    section = recorded.of(url).eval.server
+    seen, findings = compare_golden(_near_ties(recorded), section, where="report")
+    assert {each.tokens for each in seen.compared} == {15} and len(seen.compared) == 8
+    texts = [each.text for each in findings if each.name == "rounds_differ"]
+    if not more:
+        assert not texts and {each.name for each in findings} == {"acceptance", "near_ties"}
+    else:
+        (text,) = texts
+        assert "on the same text, first " in text
 
 
 @BOTH
@@ -286,6 +317,23 @@ def test_another_template_and_other_replies(recorded: Recorded, kind: type[Recor
 
 
 @BOTH
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_texts_without_token_ids_are_unknown(
+    recorded: Recorded, kind: type[RecordedServer], dtype: str
+) -> None:
+    """In fp32, where both texts and rounds must be equal, that is an error."""
+    url, _ = recorded.start(kind, Faults(ids=False, other_tokens=True))
+    settings = recorded.report.settings.model_copy(update={"dtype": dtype})
+    report = recorded.report.model_copy(update={"settings": settings})
+    _, findings = compare_golden(report, recorded.of(url).eval.server, where="report")
+    (found,) = (each for each in findings if each.name == "texts_unknown")
+    assert found.text.startswith("8 of 8 replies came without token ids")
+    assert found.severity == ("error" if dtype == "float32" else "warning")
+    if dtype == "float32":
+        assert "texts_unknown" in _names(recorded.evaluate(url))
+
+
+@BOTH
 def test_busy_servers_are_asked_again(recorded: Recorded, kind: type[RecordedServer]) -> None:
     url, _ = recorded.start(kind, Faults(busy=3))
     result = recorded.evaluate(url)
@@ -346,6 +394,26 @@ def test_metrics_of_several_engines_are_added() -> None:
     assert counts is not None
     assert (counts.generated, counts.drafts, counts.by_position) == (11, 2, (0, 1))
     assert parse_metrics("python_gc_objects_collected_total 3\n", "m") is None
+
+
+def test_counters_of_a_server_that_was_started_again_are_none() -> None:
+    before = MetricCounts(100, drafts=10, drafted=30, accepted=12, by_position=(8, 4))
+    after = MetricCounts(300, drafts=20, drafted=60, accepted=24, by_position=(16, 8))
+    assert after.since(before).rounds() is not None
+    for less in ({"drafts": 5}, {"drafted": 5}, {"accepted": 5}, {"by_position": (16, 2)}):
+        assert replace(after, **less).since(before).rounds() is None
+
+
+def test_prompts_are_paired_by_their_contexts(recorded: Recorded) -> None:
+    """Names and lengths alone may be another template's; older reports have no more."""
+    prompts, new = recorded.golden.prompts, recorded.golden.max_new_tokens
+    same = [Question(each.id, "", each.prompt_ids) for each in prompts]
+    other = [Question(each.id, "", each.prompt_ids[::-1]) for each in prompts]
+    assert len(_own_counters(recorded.report, same, new)) == 8
+    assert _own_counters(recorded.report, other, new) == {}
+    older = [each.model_copy(update={"context_digest": ""}) for each in recorded.report.prompts]
+    report = recorded.report.model_copy(update={"prompts": tuple(older)})
+    assert len(_own_counters(report, other, new)) == 8
 
 
 def test_meta_info_without_rounds_tells_nothing() -> None:

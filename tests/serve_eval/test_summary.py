@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from pipeline.config import TreeSection, parse
-from pipeline.decoder.request import Completion, Statistics
+from pipeline.decoder.request import Completion, Request, Statistics
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.records import Arithmetic
 from pipeline.reports import EvalReport, HeadFigures, RoundCounters, TreeChoice, TreeFigures
-from pipeline.serve_eval.measure import Measured
+from pipeline.serve_eval.measure import Measured, _hf_rate
 from pipeline.serve_eval.pages import write_html
 from pipeline.serve_eval.questions import LeftOut, Question
 from pipeline.serve_eval.summary import Measurements, context_bucket, summarise
@@ -51,16 +54,17 @@ def _measured(
     )
 
 
-def _report(predicted_speedup: float) -> EvalReport:
+def _report(predicted_speedup: float, *more: Measured) -> EvalReport:
     measured = [
         _measured("a", "chat", [10, 8, 4], {"speculative": 30.0, "plain": 20.0, "hf": 10.0}),
         _measured("b", "chat", [10, 2], {"speculative": 20.0, "plain": 20.0}),
         _measured("c", "math", [20, 10, 2, 1], {"speculative": 25.0, "plain": 10.0, "hf": 20.0}),
+        *more,
     ]
     modes = {"target": {"thinking": True, "date": "today"}, "eval": {"thinking": False}}
     tree = {name: {"chat_template_kwargs": kwargs} for name, kwargs in modes.items()}
     config = parse({"target": {"source": "x", **tree["target"]}, "eval": tree["eval"]})
-    identical = [True, False, True]
+    identical = [True, False, True, *[True] * len(more)]
     left_out = [LeftOut(name, "not_rendered") for name in ("e", "f")]
     left_out.append(LeftOut("d", "prompt_too_long"))
     measurements = Measurements(
@@ -89,6 +93,36 @@ def test_speed_is_the_median_of_ratios_on_the_same_prompt(report: EvalReport) ->
     assert report.tokens_per_second == pytest.approx(
         {"speculative": 25.0, "plain": 20.0, "hf": 15.0}
     )
+
+
+def test_a_reply_that_was_not_timed_is_in_no_median() -> None:
+    rates = {"speculative": 0.0, "plain": 0.0, "hf": 0.0}
+    report = _report(1.2, _measured("d", "chat", [1], rates), _measured("e", "chat", [1], rates))
+    assert report.speedup == pytest.approx({"plain": 1.5, "hf": (3.0 + 1.25) / 2})
+    assert report.tokens_per_second == pytest.approx(
+        {"speculative": 25.0, "plain": 20.0, "hf": 15.0}
+    )
+    assert report.by_category["chat"].tokens_per_second == 25.0
+
+
+@pytest.mark.parametrize(
+    ("made", "seconds", "rate"),
+    [(3, (1.0, 3.0), 0.0), (4, (1.0, 3.0), 1.5), (24, (3.0, 1.0), 0.0), (24, (1.0, 1.0), 0.0)],
+)
+def test_a_rate_with_hugging_face_is_of_more_than_chance(
+    made: int, seconds: tuple[float, float], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of three tokens, nor where prefill alone took as long."""
+    clock, left = [0.0], list(seconds)
+
+    class Model:
+        def generate(self, ids: torch.Tensor, max_new_tokens: int, **_: Any) -> torch.Tensor:
+            clock[0] += left.pop(0)
+            return torch.ones(1, ids.shape[1] + min(made, max_new_tokens), dtype=torch.int64)
+
+    monkeypatch.setattr("pipeline.serve_eval.measure.time.perf_counter", lambda: clock[0])
+    hf: Any = SimpleNamespace(model=Model(), device=torch.device("cpu"))
+    assert _hf_rate(hf, Request("a", (1, 2), 24, (0,)), warm_up=False) == rate
 
 
 def test_one_difference_is_enough(report: EvalReport) -> None:

@@ -42,7 +42,7 @@ from pipeline.serve_eval.servers.client import LiveClient, ServerGone, gone, ope
 from pipeline.serve_eval.servers.findings import SeenServer, findings_of, print_server
 from pipeline.serve_eval.servers.kinds import LiveServer, identify
 from pipeline.serve_eval.servers.load import LiveMeasure, LiveReply, LoadRun
-from pipeline.serve_eval.summary import prompts_digest
+from pipeline.serve_eval.summary import context_digest, prompts_digest
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_template
@@ -112,11 +112,19 @@ def _own_counters(
     """The decoder's counters of the same prompts, with the same limit of tokens."""
     if report is None or report.settings.max_new_tokens != new:
         return {}
-    contexts = {each.request_id: len(each.context) for each in questions}
+    contexts = {each.request_id: each.context for each in questions}
+
+    def same(result: PromptResult) -> bool:
+        context = contexts.get(result.id)
+        if context is None or len(context) != result.context_tokens:
+            return False
+        # Reports of older versions have no digest.
+        return result.context_digest in ("", context_digest(context))
+
     return {
         each.id: each.counters
         for each in report.prompts
-        if each.counters is not None and contexts.get(each.id) == each.context_tokens
+        if each.counters is not None and same(each)
     }
 
 

@@ -189,7 +189,7 @@ class SeenServer:
         return {each.question.request_id: each.rounds for each in reversed(replies) if each.rounds}
 
     @property
-    def _token_ids(self) -> dict[str, tuple[int, ...] | None]:
+    def token_ids(self) -> dict[str, tuple[int, ...] | None]:
         """Of the first reply to each prompt, by request."""
         replies = reversed(self.runs[0].replies)
         return {each.question.request_id: each.token_ids for each in replies}
@@ -197,7 +197,7 @@ class SeenServer:
     @property
     def partings(self) -> list[Parting]:
         """Of replies whose token ids are known and not the decoder's."""
-        golden, ids, partings = self.golden, self._token_ids, []
+        golden, ids, partings = self.golden, self.token_ids, []
         for prompt in self.golden_prompts:
             if golden and (theirs := ids.get(prompt.id)):
                 parting = parting_of(prompt, theirs, golden.stop_ids)
@@ -226,7 +226,7 @@ class SeenServer:
         """What explains best where the replies part: noise n ~ N(0, sigma) on each lead g of the
         likeliest token. It is the server's as well with probability P(n < g)."""
         partings = {each.prompt: each for each in self.partings}
-        ids, taken = self._token_ids, list[float]()
+        ids, taken = self.token_ids, list[float]()
         lost = [each.gap or 0.0 for each in partings.values()]
         for prompt in self.golden_prompts:
             theirs = ids.get(prompt.id) or ()
@@ -558,7 +558,7 @@ def _rounds(seen: SeenServer) -> Iterator[ServerFinding]:
     listed = all(each.theirs.in_order for each in compared)
     known = shape.top_k == 1 and all(each.prompt.chain_margins for each in compared)
     one_by_one = known and (listed or (sums and not seen.exact_rounds))
-    text = _other_drafts(seen, shape) if one_by_one else _other_rounds(seen)
+    text = _other_drafts(seen, shape) if one_by_one else _other_rounds(seen, shape)
     if text:
         fix = "the head computes something else there: compare its weights, aux layers, rotary "
         fix += "settings and norms with the head directory (`eagle3 inspect HEAD`)"
@@ -581,22 +581,38 @@ def _other_drafts(seen: SeenServer, chain: TreeSection) -> str:
     return f"{text}{rounds} rounds; first of all {max(other)[1]}"
 
 
-def _other_rounds(seen: SeenServer) -> str:
+def _other_rounds(seen: SeenServer, shape: TreeSection) -> str:
     """Replies that took other rounds: any where they must be equal, else if there are many more
-    rounds, or fewer; "" for none."""
-    kind, shape = seen.server.kind, seen.shape
+    rounds, or fewer, in all text that is the decoder's own; "" for none."""
+    kind = seen.server.kind
     pairs = [
         (each.prompt.id, _counted(each.theirs, kind), _counted(each.ours, kind))
         for each in seen.compared
         if each.tokens is None
     ]
     other = [pair for pair in pairs if pair[1] != pair[2]]
-    if not seen.exact_rounds and shape:
-        rounds = [(each.theirs.rounds, each.rounds(shape)) for each in seen.compared]
-        apart = sum(abs(theirs - ours) for theirs, ours in rounds)
+    if not seen.exact_rounds:
+        rounds = [(name, theirs["rounds"], ours["rounds"]) for name, theirs, ours in pairs]
+        # Of a reply that parts, the list goes on into another text, and an old report knows no
+        # positions: neither has rounds of the text before.
+        rounds += [
+            (each.prompt.id, each.theirs.rounds, each.rounds(shape))
+            for each in seen.compared
+            if each.tokens is not None
+            and not each.theirs.in_order
+            and shape.label in each.prompt.accepted_at
+        ]
+        apart, total = (
+            sum(abs(each[1] - each[2]) for each in rounds),
+            sum(each[2] for each in rounds),
+        )
         share = _OTHER_BRANCHES if seen.exact_alone else _OTHER_ROUNDS
-        if apart <= share * sum(ours for _, ours in rounds):
+        if apart <= share * total:
             return ""
+        if not other:
+            first, made, expected = next(each for each in rounds if each[1] != each[2])
+            text = f"{sum(each[1] for each in rounds)} rounds where the decoder has {total} "
+            return f"{text}on the same text, first {first}: {made} against {expected}"
     if not other:
         return ""
     name, theirs, ours = other[0]
@@ -659,6 +675,14 @@ def texts(seen: SeenServer) -> Iterator[ServerFinding]:
         text += f"token {position + 1} leads by {abs(most):.2f} nats "
         text += "more" if most > 0 else "less"
         yield finding("error", "logits_differ", text, _TARGET_FIX)
+    replied, ids = seen.golden_prompts, seen.token_ids
+    if hidden := [each.id for each in replied if not ids[each.id]]:
+        text = f"{len(hidden)} of {len(replied)} replies came without token ids, first "
+        text += f"{hidden[0]}: their texts and single rounds were not compared, only τ"
+        fix = "use a version that returns token ids, and ask it without a gateway"
+        # What fp32 promises, equal texts and rounds, was then not seen of any reply.
+        unseen = seen.exact_alone and len(hidden) == len(replied)
+        yield finding("error" if unseen else "warning", "texts_unknown", text, fix)
     if not (partings := seen.partings):
         return
     limit = EXACT_TIE if seen.exact else NEAR_TIE

@@ -451,14 +451,16 @@ class MetricCounts:
         )
 
     def rounds(self) -> ServerRounds | None:
-        """Every draft as a round with all that it accepted and the bonus token."""
-        if not self.drafts or self.drafts < 0:
+        """Every draft as a round with all that it accepted and the bonus token; None for counters
+        that went back, since the server has been started again meanwhile."""
+        drafts = self.drafts or 0
+        if not drafts or min(drafts, self.drafted, self.accepted, *self.by_position) < 0:
             return None
-        reached = (self.drafts, *self.by_position, 0)
+        reached = (drafts, *self.by_position, 0)
         lengths = [more - less for more, less in pairwise(reached)]
         if sum(self.by_position) != self.accepted or min(lengths) < 0:
-            tokens = self.drafts + self.accepted
-            return ServerRounds(self.drafts, tokens, self.drafted, self.accepted)
+            tokens = drafts + self.accepted
+            return ServerRounds(drafts, tokens, self.drafted, self.accepted)
         return _uncut_rounds(lengths, self.drafted, len(self.by_position))
 
 
