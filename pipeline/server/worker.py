@@ -84,6 +84,8 @@ class Job:
         """The completion of a request that a stop string has ended."""
         self.stop_reason = self._pieces.matched
         name, tokens = self.request.request_id, tuple(self.tokens)
+        # The round that made the stop string may have gone on beyond it.
+        statistics.round_tokens = max(len(tokens) - 1, 0)
         return Completion(name, tokens, "stop", statistics)
 
 

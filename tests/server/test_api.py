@@ -209,6 +209,20 @@ def test_stop_strings_and_stop_tokens(served: Running, stream: bool) -> None:
     served.wait_idle()
 
 
+def test_tokens_after_a_stop_string_are_not_counted(served: Running) -> None:
+    """Also those of the round that made it."""
+    body: Any = {"prompt": "Why?", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    text = served.post(**body).json()["choices"][0]["text"]
+    stopped = 0
+    for stop in sorted(set(text) - {"\ufffd"})[:12]:
+        reply = served.post(**body, stop=stop).json()
+        meta, made = reply["meta_info"], reply["usage"]["completion_tokens"]
+        if meta["spec_verify_ct"]:
+            assert meta["spec_accept_length"] * meta["spec_verify_ct"] == pytest.approx(made)
+            stopped += reply["choices"][0]["finish_reason"] == "stop"
+    assert stopped > 1
+
+
 def test_counters_equal_the_sums_of_usages(served: Running) -> None:
     with ThreadPoolExecutor(8) as pool:
         bodies = [{"prompt": PROMPTS[n % 3], "max_tokens": 3 + n, "seed": n} for n in range(12)]
