@@ -19,6 +19,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from io import BufferedReader
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
+
+from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     import httpx
@@ -48,6 +51,11 @@ MOST_VALUES = 100_000
 #: Keys at which transformers writes 10^30 for "no limit".
 _UNLIMITED = frozenset({"model_max_length"})
 _MOST_DIGITS = 40
+#: `gs:/bucket`, `s3:bucket`, `file:/tmp`: `://` was meant.
+_NO_SCHEME = re.compile(
+    r"(?=[a-z][a-z0-9+.-]*:/(?!/)|(?:file|local|memory|gs|gcs|s3|az|abfs):(?!//))([^:]+)",
+    re.IGNORECASE,
+)
 #: Characters of a key that a message shows.
 _SHOWN = 80
 
@@ -111,11 +119,30 @@ def _kind(mode: int) -> str:
     return next((name for name, is_kind in kinds.items() if is_kind(mode)), "something else")
 
 
-def refuse_other_kinds(source: str) -> None:
-    """As `open_file`, for a library that opens a local path or `file://` URI; others pass."""
-    path = source.removeprefix("file://").removeprefix("local://")
-    if "://" not in path:
-        require_file(os.stat(path))
+def local_path(uri: str) -> str | None:
+    """The path of a local file or directory, `~` expanded; None for one elsewhere.
+
+    Raises ConfigError for a scheme without `://`: it would name a directory beside the others.
+    """
+    if match := _NO_SCHEME.match(uri):
+        scheme, rest = match[1], uri[len(match[1]) + 1 :]
+        right = f"{scheme}://{rest if scheme.lower() in ('file', 'local') else rest.lstrip('/')}"
+        fix = f"write {right}, or ./{uri} for a local path"
+        raise ConfigError(f"{scheme}: is not followed by //", where=uri, fix=fix)
+    path = uri.removeprefix("file://").removeprefix("local://")
+    if path.startswith("localhost/") and path != uri:  # RFC 8089
+        path = path.removeprefix("localhost")
+    return None if "://" in path or uri.startswith("hub:") else os.path.expanduser(path)
+
+
+def refuse_other_kinds(source: str) -> str:
+    """As `open_file`, for a library that opens a local path or `file://` URI: what it is to open.
+    Others pass as they are. Raises ConfigError as `local_path`."""
+    path = local_path(source)
+    if path is None:
+        return source
+    require_file(os.stat(path))
+    return path
 
 
 def read_file(path: str | os.PathLike[str], *, most: int = LARGEST) -> bytes:

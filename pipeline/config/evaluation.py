@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.drafter import DrafterSection
-from pipeline.config.section import Section, TreeOrAuto, TreeSection
+from pipeline.config.section import Place, Section, TreeOrAuto, TreeSection
 from pipeline.config.server import LiveServerSection
 from pipeline.config.synth import EvaluationSet
 
@@ -30,7 +30,7 @@ class RivalSection(Section):
 
     name: str = Field(min_length=1)
     """How the report calls it."""
-    head: str | None = None
+    head: Place | None = None
     """Head directory, or hub:org/name, for a trained drafter."""
     drafter: DrafterSection = DrafterSection()
     """What drafts."""
@@ -77,7 +77,7 @@ class LoadSection(Section):
 class EvalSection(Section):
     """Acceptance and speed of a head."""
 
-    head: str | None = None
+    head: Place | None = None
     """Head directory, or hub:org/name; None takes the run's own, where the drafter needs one."""
     prompts: str | None = None
     """JSONL file with `turns`; replaces `sources` when set."""

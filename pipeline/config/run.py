@@ -26,11 +26,11 @@ from pydantic_core import to_jsonable_python
 from pipeline.config.credentials import VariableName, check_endpoint
 from pipeline.config.drafter import ALL_SETTINGS, DrafterSection
 from pipeline.config.evaluation import EvalSection, RivalSection
-from pipeline.config.section import Section
+from pipeline.config.section import Place, Section
 from pipeline.config.server import ServeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SynthSection
 from pipeline.config.train import TrainSection
-from pipeline.documents import LARGEST_YAML, read_file
+from pipeline.documents import LARGEST_YAML, local_path, read_file
 from pipeline.errors import ConfigError
 from pipeline.records import STATES_FORMAT, Stage, digest
 
@@ -132,7 +132,7 @@ class RaySection(Section):
 class RunSection(Section):
     """Where the run lives and what all its stages share."""
 
-    uri: str = "runs/run"
+    uri: Place = "runs/run"
     """Directory, file://, gs:// or s3:// that holds one folder a stage (docs/storage.md)."""
     seed: int = Field(0, ge=0)
     """Seed of every random choice in the run."""
@@ -367,7 +367,7 @@ class PlanSection(Section):
 class RefreshSection(Section):
     """Going on with the head of an earlier run after its target was fine-tuned."""
 
-    run: str
+    run: Place
     """The earlier run. Its head and manifests are read, nothing of it is written."""
 
     @property
@@ -520,8 +520,8 @@ class RunConfig(Section):
 
 def _place(uri: str) -> str:
     """One spelling of a run's URI."""
-    path = uri.removeprefix("file://").removeprefix("local://")
-    return path.rstrip("/") if "://" in path else os.path.realpath(path)
+    path = local_path(uri)
+    return uri.rstrip("/") if path is None else os.path.realpath(path)
 
 
 _run = RunSection()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -13,6 +14,9 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+
+from pipeline.documents import local_path
+from pipeline.errors import ConfigError
 
 
 class Section(BaseModel):
@@ -62,6 +66,19 @@ class TreeSection(Section):
                 "lower steps or top_k"
             )
         return self
+
+
+def _is_a_place(value: str) -> str:
+    try:
+        path = local_path(value)
+    except ConfigError as error:
+        raise ValueError(f"{error.problem}; {error.fix}") from None
+    # Jobs elsewhere have another home.
+    return path if path is not None and value.startswith("~") else value
+
+
+#: A directory: local, its `~` expanded, or a URI.
+Place = Annotated[str, AfterValidator(_is_a_place)]
 
 
 def _tree_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:

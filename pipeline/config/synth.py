@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.credentials import VariableName, check_endpoint
 from pipeline.config.drafter import DrafterSection
-from pipeline.config.section import Section, TreeSection
+from pipeline.config.section import Place, Section, TreeSection
 from pipeline.records import SamplingOverride
 
 
@@ -312,7 +312,7 @@ class SynthSection(Section):
     max_rejected: float = Field(0.05, ge=0, le=1)
     """The stage stops once servers have cost more than this share of the prompts (`remote:*`), and
     20 at least; the same command with a higher one continues it."""
-    head: str | None = None
+    head: Place | None = None
     """Directory, or hub:org/name, of an earlier head of this target to draft with; the replies stay
     the target's own."""
     drafter: DrafterSection | None = None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.section import Section, TreeSection
+from pipeline.config.section import Place, Section, TreeSection
 
 Loss = Literal["cross_entropy", "kl", "ce_tv"]
 #: Weight of the total variation in `ce_tv`, beside the cross-entropy's.
@@ -179,9 +179,9 @@ class TrainSection(Section):
     """Training-time-test steps K: the head is unrolled k = 0…K-1."""
     step_decay: float = Field(0.8, gt=0, le=1)
     """Loss weight of step k is step_decay**k."""
-    start_from: str | None = None
+    start_from: Place | None = None
     """Head directory, or hub:org/name, to fine-tune; its draft vocabulary and shape are kept."""
-    states: str | None = None
+    states: Place | None = None
     """Run whose states are trained on, where they are not in this one: several heads can share
     them. None: this run's."""
     loss: Loss = "cross_entropy"

@@ -234,8 +234,8 @@ def _lines(source: str) -> Iterator[tuple[str, str]]:
     import fsspec  # type: ignore[import-untyped]
 
     try:
-        refuse_other_kinds(source)
-        with fsspec.open(source, "rt", encoding="utf-8-sig", compression="infer") as file:
+        path = refuse_other_kinds(source)
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
             lines = ((f"{source}:{number}", line) for number, line in enumerate(file, 1))
             yield from ((where, line) for where, line in lines if line.strip())
     except FileNotFoundError:

@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from pipeline.config import RunConfig
+from pipeline.documents import local_path
 from pipeline.errors import ConfigError
 from pipeline.records import STAGES, Stage, digest
 
@@ -183,9 +184,10 @@ def _run_yaml(config: RunConfig, **run: Any) -> str:
 def _volume_path(config: RunConfig) -> str:
     """Where jobs.volume_claim is mounted: the parent of run.uri; "" for a run in a bucket."""
     uri = config.run.uri
-    if "://" in uri and not uri.startswith("file://"):
+    local = local_path(uri)
+    if local is None and "://" in uri:
         return ""
-    path = PurePosixPath(uri.removeprefix("file://"))
+    path = PurePosixPath(local or uri)
     if config.jobs.volume_claim is None or not path.is_absolute() or len(path.parts) < 3:
         fix = "set run.uri to a bucket, or to /DIR/NAME with jobs.volume_claim"
         raise ConfigError(f"{uri} is not on storage that pods share", where="run.uri", fix=fix)

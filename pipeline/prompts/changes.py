@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeline.config import SourceSpec
 from pipeline.console import notice
+from pipeline.documents import local_path
 from pipeline.prompts.sources import hub_commits, source_at
 
 #: A file of more blocks than that is told by so many of them, evenly spread, and its size.
@@ -61,7 +62,10 @@ def notice_changes(stage: str, specs: Sequence[SourceSpec], before: Sequence[str
 
 def _fingerprint(source: str, old_size: int | None = None) -> str | None:
     """`size:sha256`; without the sum where the size alone differs from the one it had."""
-    path = Path(source.removeprefix("file://").removeprefix("local://"))
+    local = local_path(source)
+    if local is None:
+        return None
+    path = Path(local)
     try:
         if not path.is_file():
             return None

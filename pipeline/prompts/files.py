@@ -253,8 +253,9 @@ def open_file(source: str, *, unpack: bool = True) -> BinaryIO:
         raise DataError(problem, where="the address of a file", fix=fix)
     compression = "gzip" if unpack and source.endswith(".gz") else None
     try:
-        refuse_other_kinds(source)
-        file: BinaryIO = fsspec.open(source, "rb", compression=compression).open()
+        file: BinaryIO = fsspec.open(
+            refuse_other_kinds(source), "rb", compression=compression
+        ).open()
         return file
     except FileNotFoundError:
         fix = "correct the path in `source`"

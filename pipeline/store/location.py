@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline.console import visible
+from pipeline.documents import local_path
 from pipeline.errors import CorruptShard, Eagle3Error
 from pipeline.store.backend import Backend, FileInfo, explain_os_error
 from pipeline.store.disk import Disk, is_temporary
@@ -40,17 +41,18 @@ class Location:
     group where the directory above has the setgid bit; buckets have their own rules. Of a `closed`
     one, links that lead out of it are refused, and of any, named pipes and devices.
 
-    Every failure of the storage below is a StoreError that names the file and what to do.
+    Every failure of the storage below is a StoreError that names the file and what to do. Raises
+    ConfigError for a scheme without `://`.
     """
 
     def __init__(
         self, uri: str, *, private: bool | Path = False, closed: bool | Path = False
     ) -> None:
         self.uri = uri.rstrip("/") or uri
-        path = uri.removeprefix("file://").removeprefix("local://")
+        path = local_path(uri)
         self._is_hub = uri.startswith(HUB)
-        self.is_local = "://" not in path and not self._is_hub
-        self._directory = Path(path)
+        self.is_local = path is not None
+        self._directory = Path(path or uri)
         self._private = self._directory if private is True else private or None
         self._closed = self._directory if closed is True else closed or None
         self._backend: Backend = (

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFile  # type: ignore[import-untyped]
 
-from pipeline.errors import CorruptShard, MissingPackage, StoreError
+from pipeline.config import parse
+from pipeline.documents import local_path
+from pipeline.errors import ConfigError, CorruptShard, MissingPackage, StoreError
+from pipeline.prompts.files import open_file
 from pipeline.store import remote
 from pipeline.store.location import Location
 
@@ -31,6 +34,44 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
         return Location(f"{request.getfixturevalue('bucket')}/{name}/deep")
     roots = {"path": f"{tmp_path}/", "file": f"file://{tmp_path}/", "memory": "memory://"}
     return Location(f"{roots[kind]}{name}/deep")
+
+
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        ("file://localhost/tmp/x", "/tmp/x"),
+        ("file:///tmp/localhost/x", "/tmp/localhost/x"),
+        ("localhost/x", "localhost/x"),
+        ("~/x", "/home/me/x"),
+        ("./gs:/x", "./gs:/x"),
+        ("a:b/c", "a:b/c"),
+        ("gs://bucket/x", None),
+        ("hub:org/name", None),
+    ],
+)
+def test_which_places_are_local(
+    uri: str, path: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert local_path(uri) == path
+    assert Location(uri).is_local is (path is not None)
+
+
+@pytest.mark.parametrize(
+    ("uri", "right"),
+    [
+        ("gs:/bucket/x", "gs://bucket/x"),
+        ("S3:bucket/x", "S3://bucket/x"),
+        ("file:/tmp/x", "file:///tmp/x"),
+    ],
+)
+def test_a_scheme_without_slashes_names_no_directory(uri: str, right: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{uri}: .* is not followed by // .*write {right}, or"):
+        Location(uri)
+    with pytest.raises(ConfigError, match=rf"run\.uri.* is not followed by //.*write {right}, or"):
+        parse({"target": {"source": "x"}, "run": {"uri": uri}})
+    with pytest.raises(ConfigError, match="is not followed by //"):
+        open_file(uri)
 
 
 @pytest.mark.parametrize("location", KINDS, indirect=True)
