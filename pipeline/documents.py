@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, brief
 
 if TYPE_CHECKING:
     import httpx
@@ -418,6 +418,18 @@ class HttpReply(NamedTuple):
 
 #: Of requests: replies are read as they are sent, so that none is larger than what has come.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
+
+
+def check_url(url: str, where: str) -> None:
+    """Raises ConfigError for an address whose host httpx cannot ask for: it says so late, and not
+    always by an error of its own."""
+    import httpx
+
+    try:
+        _ = httpx.URL(url).host  # decoded
+    except (httpx.InvalidURL, ValueError) as error:
+        problem = f"is no server's address: {brief(error)}"
+        raise ConfigError(problem, where=where, fix="correct the host's name") from None
 
 
 async def fetch_reply(

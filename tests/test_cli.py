@@ -122,6 +122,25 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["export", "head", "--out", "there"], "--format"),
         (["export", "head", "--out", "there", "--format", "onnx"], "'onnx'"),
         (["import", "there", "--out", "head"], "--target"),
+        *(
+            (["plan-decode", "-c", "FILE", option, value], option)
+            for option, values in {
+                "--prompts": ("0", "1,2"),
+                "--new-tokens": ("-3", "x"),
+                "--most-tokens": ("0",),
+                "--budget": ("-1",),
+                "--bandwidth": ("nan", "-1", "inf", "0"),
+                "--tflops": ("nan", "1e999"),
+                "--drafters": (",",),
+                "--alpha": ("eagle3=nan",),
+            }.items()
+            for value in values
+        ),
+        (["synth", "-c", "FILE", "--plan", "--workers", "0"], "--workers"),
+        (["simulate", "-c", "FILE", "--acceptance", "2,nan"], "--acceptance"),
+        (["compare", "one", "other", "--tolerance", "nan"], "--tolerance"),
+        (["compare", "one", "other", "--tolerance", "-0.1"], "--tolerance"),
+        (["gc", "run", "--quiet-minutes", "nan"], "--quiet-minutes"),
     ],
 )
 def test_misuse_is_one_line_and_code_2(
@@ -132,6 +151,24 @@ def test_misuse_is_one_line_and_code_2(
     assert ended.value.code == 2
     line = error_line(capsys)
     assert line.startswith("error: ") and part in line and "(fix: " in line
+
+
+@pytest.mark.parametrize("command", ["plan-decode", "simulate"])
+def test_a_file_that_cannot_be_written_is_known_before_the_work(
+    command: str, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or the target, which is not there, would be the error."""
+    for file, part in ((tmp_path / "none/x.json", "no directory"), (tmp_path, "is a directory")):
+        assert cli.main([command, "-c", str(config_file), "--json", str(file)]) == 2
+        line = error_line(capsys)
+        assert line.startswith(f"error: {file}: cannot be written: ") and part in line
+
+
+def test_a_full_disk_is_one_line(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "target.source=meta-llama/Llama-3.1-8B-Instruct"
+    paper = ["--bandwidth", "1000", "--tflops", "100", "--json", "/dev/full"]
+    assert cli.main(["plan-decode", "-c", str(config_file), shape, *paper]) == 2
+    assert "error: /dev/full: cannot be written: No space left" in error_line(capsys)
 
 
 def test_user_error_is_one_line_and_code_2(

@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from pipeline.store.output import Publication
     from pipeline.store.verify import BegunFiles
 
+_OTHER_FILE = "name a file in a directory that exists and can be written"
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it; also after SIGTERM
 
 
@@ -282,11 +284,10 @@ def _drafters(arguments: argparse.Namespace) -> int:
 
 
 def _plan_decode(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from pipeline.serve_eval.pages import print_plan, write_plan
 
     config = load(arguments.config, arguments.overrides)
+    _require_writable(arguments.json, arguments.page)
     if arguments.bandwidth or arguments.tflops:
         plan = _plan_on_paper(config, arguments)
     else:
@@ -296,10 +297,35 @@ def _plan_decode(arguments: argparse.Namespace) -> int:
         plan = plan_decode(config, grid)
     print_plan(plan)
     if arguments.json:
-        Path(arguments.json).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        _write(arguments.json, plan.model_dump_json(indent=1) + "\n")
     if arguments.page:
-        Path(arguments.page).write_text(write_plan(plan), encoding="utf-8")
+        _write(arguments.page, write_plan(plan))
     return 0
+
+
+def _require_writable(*files: str | None) -> None:
+    """Before anything is measured. Raises ConfigError."""
+    for file in filter(None, files):
+        folder = os.path.dirname(file) or "."
+        if not os.path.isdir(folder):
+            problem = f"cannot be written: there is no directory {folder}"
+        elif os.path.isdir(file):
+            problem = "cannot be written: it is a directory"
+        elif not os.access(file if os.path.exists(file) else folder, os.W_OK):
+            problem = "cannot be written: no permission"
+        else:
+            continue
+        raise ConfigError(problem, where=file, fix=_OTHER_FILE)
+
+
+def _write(file: str, text: str) -> None:
+    """Raises ConfigError."""
+    try:
+        with open(file, "w", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror or error}"
+        raise ConfigError(problem, where=file, fix=_OTHER_FILE) from error
 
 
 def _plan_on_paper(config: RunConfig, arguments: argparse.Namespace) -> DecodePlan:
@@ -325,14 +351,14 @@ def _plan_on_paper(config: RunConfig, arguments: argparse.Namespace) -> DecodePl
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from pipeline.serve_eval.load import print_simulated, simulate
 
-    curves = simulate(load(arguments.config, arguments.overrides), arguments.acceptance)
+    config = load(arguments.config, arguments.overrides)
+    _require_writable(arguments.json)
+    curves = simulate(config, arguments.acceptance)
     print_simulated(curves)
     if arguments.json:
-        Path(arguments.json).write_text(curves.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        _write(arguments.json, curves.model_dump_json(indent=1) + "\n")
     return 0
 
 
@@ -660,7 +686,7 @@ def _add_stages(commands: Commands) -> None:
     staged.add_argument(
         "--workers",
         metavar="N",
-        type=int,
+        type=_count,
         help="with --plan: training processes that share the optimiser's state, as plan.workers",
     )
     staged.add_argument(
@@ -708,11 +734,11 @@ def _add_plan_decode(commands: Commands, configured: Parser) -> None:
     option("--drafters", type=_words, default=["eagle3"], metavar="NAMES", help=", ".join(names))
     option("--batches", type=_counts, default=[1, 4, 16], metavar="B,…", help="batch sizes")
     option("--contexts", type=_counts, default=[512, 2048], metavar="S,…", help="tokens of context")
-    option("--prompts", type=int, default=4, metavar="N", help="prompts traced at each context")
-    option("--new-tokens", type=int, default=48, metavar="N", help="tokens of each reply")
+    option("--prompts", type=_count, default=4, metavar="N", help="prompts traced at each context")
+    option("--new-tokens", type=_count, default=48, metavar="N", help="tokens of each reply")
     option(
         "--most-tokens",
-        type=int,
+        type=_count,
         default=32768,
         metavar="N",
         help="skip cells whose batch x context is larger; default 32768",
@@ -722,8 +748,8 @@ def _add_plan_decode(commands: Commands, configured: Parser) -> None:
     option("--page", metavar="FILE", help="write the plan as an HTML page with pictures")
     on_paper = planned.add_argument_group("on paper, for a machine that is not at hand")
     option = on_paper.add_argument
-    option("--bandwidth", type=float, metavar="GB/s", help="memory bandwidth that it sustains")
-    option("--tflops", type=float, metavar="N", help="TFLOP/s that it sustains in 16 bits")
+    option("--bandwidth", type=_positive, metavar="GB/s", help="memory bandwidth that it sustains")
+    option("--tflops", type=_positive, metavar="N", help="TFLOP/s that it sustains in 16 bits")
     option(
         "--alpha",
         type=_alpha,
@@ -732,7 +758,7 @@ def _add_plan_decode(commands: Commands, configured: Parser) -> None:
         help="drafters and the probability that a drafted token is accepted once those before it "
         "are; default eagle3=0.75",
     )
-    option("--budget", type=int, default=512, metavar="N", help="self_spec's compressed cache")
+    option("--budget", type=_count, default=512, metavar="N", help="self_spec's compressed cache")
     option("--draft", metavar="NAME", help="the standalone drafter: a well-known target's name")
 
 
@@ -756,7 +782,7 @@ def _add_compare(commands: Commands) -> None:
     option("earlier", help="the baseline: report.json, or the URI of a run")
     option(
         "--tolerance",
-        type=float,
+        type=_not_negative,
         default=0.0,
         metavar="τ",
         help="how much lower the acceptance length may be; default 0",
@@ -802,8 +828,33 @@ def _add_check_serving(commands: Commands) -> None:
     )
 
 
+def _count(text: str) -> int:
+    (count, *more) = _counts(text)
+    if more:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one number")
+    return count
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
+
+
+def _positive(text: str) -> float:
+    if not (value := _not_negative(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not positive")
+    return value
+
+
 def _words(text: str) -> list[str]:
     words = [word for word in text.split(",") if word]
+    if not words:
+        raise argparse.ArgumentTypeError("no drafter is named; see `eagle3 drafters`")
     for word in words:
         if word not in DRAFTERS or word == "none":
             raise argparse.ArgumentTypeError(f"unknown drafter {word!r}; see `eagle3 drafters`")
@@ -819,8 +870,8 @@ def _alpha(text: str) -> dict[str, float]:
 
 def _lengths(text: str) -> list[float]:
     try:
-        return sorted({float(part) for part in text.split(",")})
-    except ValueError:
+        return sorted({_positive(part) for part in text.split(",")})
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a list of lengths such as 2,2.5"
         ) from None
@@ -946,7 +997,7 @@ def _add_store(commands: Commands) -> None:
     )
     gc.add_argument(
         "--quiet-minutes",
-        type=float,
+        type=_not_negative,
         default=60.0,
         metavar="N",
         help="keep younger files, whose writer may still be running; default 60",

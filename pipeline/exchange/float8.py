@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.config import TargetSection
 from pipeline.console import long_step, notice
 from pipeline.decoder.ops.layer import Float8Rows
-from pipeline.errors import TargetError
+from pipeline.errors import StoreError, TargetError, brief
 from pipeline.store.output import output_directory
 from pipeline.target.files import weight_files
 from pipeline.target.open import NAMED_TEMPLATES, Target, open_target
@@ -35,7 +35,7 @@ def round_target(source: str, out: str) -> None:
     """Write the target at `source`, as in target.source, to the directory `out`, rounded.
 
     Raises TargetError or UnsupportedModel for a target that the decoder does not run, or whose
-    matrices cannot be rounded, and StoreError where `out` holds anything.
+    matrices cannot be rounded, and StoreError where `out` holds anything or cannot be written.
     """
     target = open_target(TargetSection(source=source), decoded=True)
     rounded = parameters = 0
@@ -56,7 +56,7 @@ def round_target(source: str, out: str) -> None:
 
 def _write(file: Path, new: Path, target: Target) -> tuple[int, int]:
     """Copy one file of weights; returns how many matrices were rounded, and their parameters."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
     prefix, tensors, count, size = target.weights.prefix, dict[str, Tensor](), 0, 0
@@ -67,7 +67,11 @@ def _write(file: Path, new: Path, target: Target) -> tuple[int, int]:
             if name.startswith(prefix) and _MATRIX.fullmatch(name.removeprefix(prefix)):
                 tensors[name] = _rounded(tensors[name], f"{file}: {name}")
                 count, size = count + 1, size + tensors[name].numel()
-    save_file(tensors, new, metadata)
+    try:
+        save_file(tensors, new, metadata)
+    except (OSError, SafetensorError) as error:
+        fix = "free some space, or choose another --out"
+        raise StoreError(f"cannot be written: {brief(error)}", where=str(new), fix=fix) from error
     return count, size
 
 

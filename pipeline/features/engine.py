@@ -41,6 +41,7 @@ from pipeline.decoder.kv import free_bytes
 from pipeline.documents import (
     BrokenDocument,
     check_header,
+    check_url,
     fetch_reply,
     name_in,
     parse_json,
@@ -328,6 +329,8 @@ class Servers:
         import httpx
 
         section = self._section
+        for url in self._urls:
+            check_url(url, f"{_WHERE}.endpoints")
         slots = asyncio.Semaphore(section.concurrency)
         async with (
             httpx.AsyncClient(

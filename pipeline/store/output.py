@@ -105,7 +105,17 @@ def _beside(final: Path, taken: StoreError) -> Iterator[Path]:
     """A directory that is renamed to `final`. Raises StoreError, `taken` where that holds files."""
     folder = final.with_name(f".{final.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        yield folder
+        try:
+            folder.mkdir(parents=True)  # what cannot be written is known before there is work in it
+            folder.rmdir()
+        except OSError as error:
+            raise _unwritable(error, final) from error
+        try:
+            yield folder
+        except OSError as error:
+            if _is_of_writing(error, folder):
+                raise _unwritable(error, final) from error
+            raise
         try:
             os.rename(folder, final)
         except OSError as error:
@@ -114,6 +124,19 @@ def _beside(final: Path, taken: StoreError) -> Iterator[Path]:
             raise explain_os_error(error, str(final), writing=True) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unwritable(error: OSError, final: Path) -> StoreError:
+    problem = f"cannot be written: {error.strerror or error}"
+    fix = "free some space, or choose another directory"
+    return StoreError(problem, where=f"--out {final}", fix=fix)
+
+
+def _is_of_writing(error: OSError, folder: Path) -> bool:
+    """Whether it is of a file in `folder`, and not of one that is read for it."""
+    path = Path(error.filename) if isinstance(error.filename, str) else None
+    named = path is not None and folder in (path, *path.parents)
+    return named or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _files_in(folder: Path) -> list[str]:

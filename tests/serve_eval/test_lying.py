@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import LiveServerSection
-from pipeline.errors import EndpointError
+from pipeline.config import EngineSection, GeneratorSection, LiveServerSection
+from pipeline.errors import ConfigError, EndpointError
+from pipeline.features.engine import Servers
 from pipeline.serve_eval.questions import Question
 from pipeline.serve_eval.servers.client import open_client
 from pipeline.serve_eval.servers.findings import drafted_shape
 from pipeline.serve_eval.servers.kinds import LiveServer, identify, parse_metrics, read_metrics
 from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
+from pipeline.synth.generate.remote import open_http
 from tests.lying_server import Lie, LyingServer, reply, unbounded
 
 NEW = 8
@@ -296,6 +298,21 @@ def test_a_depth_that_cannot_be_is_unknown(steps: Any) -> None:
     assert server.depth is None
     nothing = LoadRun(1, (), Counter(), 0.0, None, None)
     assert drafted_shape(server, nothing) is None
+
+
+@pytest.mark.parametrize("url", ["http://☃.net:1", "http://xn--a", "http://127.0.0.1:1\n"])
+def test_an_address_that_is_none(url: str) -> None:
+    async def ask() -> None:
+        async with open_client(LiveServerSection(url=url)):
+            pass
+
+    with pytest.raises(ConfigError, match=r"eval\.server\.url: is no server.s address"):
+        asyncio.run(ask())
+    with pytest.raises(ConfigError, match=r"synth\.generator\.endpoints: is no server.s address"):
+        open_http(GeneratorSection(backend="vllm", endpoints=(url,)))
+    servers = Servers(EngineSection(endpoints=(url,)))
+    with pytest.raises(ConfigError, match=r"features\.engine\.endpoints: is no server.s address"):
+        asyncio.run(servers._ask_all([], []))
 
 
 def test_metrics_that_drip_are_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pipeline.cli import main
@@ -96,6 +98,33 @@ def test_what_float8_holds_is_found_and_nothing_else() -> None:
         assert Float8Rows.exactly(rounded.to(dtype)) is not None
     rounded[13, 4] *= 1 + 2.0**-5  # behind the rows that are looked at first
     assert Float8Rows.exactly(rounded) is None
+
+
+def test_what_cannot_be_written_is_one_line(
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A directory before anything is rounded."""
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert main(["float8", str(tiny_target), "--out", "/proc/none/new"]) == 2
+    assert "error: --out /proc/none/new: cannot be written" in capsys.readouterr().err
+    assert main(["float8", str(tiny_target), "--out", str(tmp_path / "new")]) == 2
+    assert "model.safetensors: cannot be written: I/O error: No space" in capsys.readouterr().err
+    monkeypatch.setattr("pipeline.exchange.float8._write", lambda *_: (0, 0))
+
+    def no_room(*_: Any) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr("pipeline.exchange.float8.shutil.copyfile", no_room)
+    assert main(["float8", str(tiny_target), "--out", str(tmp_path / "new")]) == 2
+    assert f"error: --out {tmp_path / 'new'}: cannot be written: File" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_refused(

@@ -25,6 +25,7 @@ from pipeline.documents import (
     UNCOMPRESSED,
     BrokenDocument,
     HttpReply,
+    check_url,
     fetch_reply,
     parse_json,
     read_content,
@@ -190,6 +191,7 @@ async def open_client(section: LiveServerSection) -> AsyncIterator[LiveClient]:
     if section.url is None:
         fix = "pass --server URL"
         raise ConfigError("no server is named", where="eval.server.url", fix=fix)
+    check_url(section.url, "eval.server.url")
     async with httpx.AsyncClient(
         base_url=section.url.rstrip("/").removesuffix("/v1"),
         headers=key_headers(section.api_key_env, where="eval.server.api_key_env"),

@@ -39,7 +39,15 @@ from pipeline.config import OWNER, GeneratorSection
 from pipeline.config.credentials import key_headers, without_key
 from pipeline.console import notice, readable_duration
 from pipeline.decoder.request import Request
-from pipeline.documents import BrokenDocument, HttpReply, fetch_reply, name_in, parse_json, rows_in
+from pipeline.documents import (
+    BrokenDocument,
+    HttpReply,
+    check_url,
+    fetch_reply,
+    name_in,
+    parse_json,
+    rows_in,
+)
 from pipeline.errors import EndpointError, EndpointsUnavailable, MissingPackage
 from pipeline.synth.generate.backend import NextRequest, Reply
 from pipeline.synth.generate.servers import ServerApi, TokenIdReader, Unreadable, pick_api
@@ -594,9 +602,12 @@ class RequestRefused(Exception):
 
 
 def open_http(section: GeneratorSection) -> httpx.AsyncClient:
-    """The connections of one event loop. Raises ConfigError when the section's key is not set."""
+    """The connections of one event loop. Raises ConfigError when the section's key is not set, or
+    an endpoint is no address."""
     import httpx
 
+    for url in section.endpoints:
+        check_url(url, "synth.generator.endpoints")
     return httpx.AsyncClient(
         headers=key_headers(section.api_key_env, where="synth.generator.api_key_env"),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=section.concurrency),
