@@ -124,6 +124,8 @@ def local_path(uri: str) -> str | None:
 
     Raises ConfigError for a scheme without `://`: it would name a directory beside the others.
     """
+    if uri.startswith("hub:"):
+        return None
     if match := _NO_SCHEME.match(uri):
         scheme, rest = match[1], uri[len(match[1]) + 1 :]
         right = f"{scheme}://{rest if scheme.lower() in ('file', 'local') else rest.lstrip('/')}"
@@ -132,7 +134,7 @@ def local_path(uri: str) -> str | None:
     path = uri.removeprefix("file://").removeprefix("local://")
     if path.startswith("localhost/") and path != uri:  # RFC 8089
         path = path.removeprefix("localhost")
-    return None if "://" in path or uri.startswith("hub:") else os.path.expanduser(path)
+    return None if "://" in path else os.path.expanduser(path)
 
 
 def refuse_other_kinds(source: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from pipeline.config import SourceSpec
 from pipeline.config.credentials import holds_credentials
-from pipeline.documents import BrokenDocument, parse_record, refuse_other_kinds
+from pipeline.documents import BrokenDocument, local_path, parse_record, refuse_other_kinds
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecord, BadRecords, usable
 from pipeline.prompts.parquet import open_batches
@@ -120,7 +120,7 @@ def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
 
 def _parquet(source: str) -> AbstractContextManager[tuple[int, Any, Iterator[Any]]]:
     open_file(source).close()  # which says what is wrong with a path
-    return open_batches(source)
+    return open_batches(local_path(source) or source)
 
 
 def _refuse_repeated_names(fields: Any, source: str, above: str = "") -> None:

@@ -127,7 +127,7 @@ class GenerationBody(StrictBody):
         ),
     ] = Field([], max_length=16)
     stop_token_ids: list[int] = Field([], max_length=_MOST_ITEMS)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
@@ -282,11 +282,14 @@ def stop_ids_of(body: GenerationBody, own: Sequence[int], vocabulary: int) -> tu
     return tuple(dict.fromkeys([*([] if body.ignore_eos else own), *body.stop_token_ids]))
 
 
+#: Names of models may have slashes.
+MODEL_PAGE = "/v1/models/{model}"
 #: What each page gives, beside its errors.
 _PAGES: dict[tuple[str, str], tuple[type[GenerationBody] | None, list[str]]] = {
     ("/health", "get"): (None, ["application/json"]),
     ("/metrics", "get"): (None, ["text/plain"]),
     ("/v1/models", "get"): (None, ["application/json"]),
+    (MODEL_PAGE, "get"): (None, ["application/json"]),
     ("/v1/completions", "post"): (CompletionBody, ["application/json", "text/event-stream"]),
     ("/v1/chat/completions", "post"): (ChatBody, ["application/json", "text/event-stream"]),
 }
@@ -331,6 +334,9 @@ def openapi_document(version: str) -> dict[str, Any]:
             page["requestBody"] = {"required": True, "content": body}
         if path.startswith("/v1"):
             page["security"] = [{"key": []}, {}]
+        if path == MODEL_PAGE:
+            where = {"name": "model", "in": "path", "required": True}
+            page["parameters"] = [where | {"schema": {"type": "string"}}]
         paths[path] = {method: page}
     return {
         "openapi": "3.1.0",

@@ -401,6 +401,7 @@ class ServerApp:
                 route("/metrics", self._show_metrics),
                 route("/openapi.json", self._describe),
                 route("/v1/models", self._models),
+                route("/v1/models/{model:path}", self._one_model),
                 route("/v1/completions", self._complete, "POST"),
                 route("/v1/chat/completions", self._chat, "POST"),
             ],
@@ -474,10 +475,23 @@ class ServerApp:
         return as_json(openapi_document(__version__))
 
     async def _models(self, request: Request) -> Answer:
+        return as_json({"object": "list", "data": [self._card()]})
+
+    async def _one_model(self, request: Request) -> Answer:
+        self._check_model(request.path_params["model"])
+        return as_json(self._card())
+
+    def _card(self) -> dict[str, Any]:
         max_length = self.engine.model.max_length
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": OWNER}
         model |= {"version": __version__, "max_model_len": max_length, **self._drafting}
-        return as_json({"object": "list", "data": [model]})
+        return model
+
+    def _check_model(self, name: str | None) -> None:
+        """Raises ApiError (404) for another model's name."""
+        if name is not None and name != self._model:
+            problem = f"there is no such model here, only {self._model}"
+            raise ApiError(404, problem, code="model_not_found", param="model")
 
     async def _complete(self, request: Request) -> Answer:
         body = await asyncio.to_thread(parse_body, CompletionBody, await self._read(request))
@@ -557,9 +571,7 @@ class ServerApp:
         prompts: Sequence[tuple[int, ...]],
         limit: int | None,
     ) -> Answer:
-        if body.model is not None and body.model != self._model:
-            problem = f"there is no such model here, only {self._model}"
-            raise ApiError(404, problem, code="model_not_found", param="model")
+        self._check_model(body.model)
         changed = asyncio.Event()
         arrived = wake(asyncio.get_running_loop(), changed)
         jobs = [
@@ -584,7 +596,8 @@ class ServerApp:
     ) -> list[EngineRequest]:
         """The engine's requests. Raises ApiError (400) for one that it could never run."""
         max_length, vocabulary = self.engine.model.max_length, self.engine.model.vocabulary
-        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+        # The engine's are not negative, OpenAI's any of 64 bits.
+        seed = secrets.randbelow(2**31) if body.seed is None else body.seed % 2**63
         requests = []
         stop_ids = stop_ids_of(body, self._template.stop_ids, vocabulary)
         for ids in prompts:

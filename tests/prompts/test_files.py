@@ -168,7 +168,9 @@ def test_compressed_and_parquet_files_read_the_same(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "p.parquet")
     assert load(str(tmp_path / "p.jsonl.gz")) == plain
     assert load(str(tmp_path / "p.parquet")) == plain
-    assert load(f"file://{tmp_path}/p.jsonl") == plain
+    for name in ("p.jsonl", "p.parquet"):
+        assert load(f"file://localhost{tmp_path}/{name}") == plain
+        assert load(f"file://{tmp_path}/{name}") == plain
 
 
 def test_the_configured_labels_win(tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ def test_seeds_decide_what_is_drawn(served: Running) -> None:
         return served.post(**body, **seed).json()["choices"][0]["token_ids"]
 
     assert ask(seed=1) == ask(seed=1) != ask(seed=2)
+    assert ask(seed=-1) == ask(seed=-1) != ask(seed=-2)
     assert ask() != ask()
 
 
@@ -293,7 +294,7 @@ CHAT = [{"role": "user", "content": "Why?"}]
         ("completions", {"prompt": "a", "max_tokens": 2.5}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
-        ("completions", {"prompt": "a", "seed": -1}, 400, "seed"),
+        ("completions", {"prompt": "a", "seed": 2**63}, 400, "seed"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
         ("completions", {"prompt": "a", "n": 2}, 400, "n is not supported"),
         ("completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
@@ -377,6 +378,14 @@ def test_a_full_queue_says_when_to_come_back(start: Start) -> None:
     assert all(reply.headers["retry-after"] == "1" for reply in refused)
     assert 20 - len(refused) >= 6
     served.wait_idle()
+
+
+def test_the_model_is_there_by_its_name(served: Running) -> None:
+    client = served.client()
+    (listed,) = client.models.list().data
+    assert client.models.retrieve(MODEL) == listed
+    with pytest.raises(openai.NotFoundError, match="no such model here"):
+        client.models.retrieve("org/other")
 
 
 def test_the_key_is_asked_for(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
