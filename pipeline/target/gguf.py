@@ -282,7 +282,7 @@ def _apply_metadata(gguf: GgufMetadata, model: Any) -> None:
     """Give the converted `model` what transformers does not read. Raises TargetError."""
     config = model.config
     ends = _end_ids(gguf)
-    if len(ends) > 1:  # as llama.cpp, which ends a reply with any of them
+    if ends - {gguf.tokenizer.get("ggml.eos_token_id")}:  # as llama.cpp, which takes any of them
         model.generation_config.eos_token_id = sorted(ends)
     if config.model_type not in DECODED:
         _check_read(gguf, model)
