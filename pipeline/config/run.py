@@ -84,7 +84,7 @@ class StageJobSection(Section):
     workers: int = Field(1, gt=0)
     """Pods, or tasks of the array, that make synth's or features' shards; for train the nodes."""
     gpus: int = Field(1, ge=0)
-    """GPUs; training starts a process on each."""
+    """GPUs; training and stages with `parallel: tensor` start a process on each."""
     cpus: int = Field(8, gt=0)
     """CPU cores, and threads of torch, which the processes of a worker share."""
     memory_gib: int = Field(32, gt=0)

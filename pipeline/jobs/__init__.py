@@ -5,7 +5,7 @@ job.yaml.j2      Kubernetes: a ConfigMap with run.yaml, an Indexed Job, for trai
 apply.sh.j2      applies one Job after the other
 stage.sbatch.j2  Slurm: an array of workers, for training a job of several nodes
 submit.sh.j2     submits them as a chain
-launch.py        starts the processes of training on one node, and ends with their exit code
+launch.py        starts a worker's processes on one node, and ends with their exit code
 
 What the files leave out (node selectors, partitions, a namespace) is edited into them, or passed to
 `apply.sh` and `sbatch`.
@@ -76,7 +76,7 @@ def _kubernetes(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, str]:
         words, command = _stage_words(config, stage, _RUN_YAML), ["eagle3"]
         if _needs_launcher(config, stage):
             endpoint = f"{name}-0.{name}:{_RENDEZVOUS_PORT}"
-            command = ["python", *_launch_words(config, endpoint=endpoint, identity=name)]
+            command = ["python", *_launch_words(config, stage, endpoint=endpoint, identity=name)]
         files[f"{stage}.yaml"] = _fill(
             "job.yaml.j2",
             name=name,
@@ -92,7 +92,8 @@ def _kubernetes(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, str]:
             attempts=_ATTEMPTS,
             grace=_grace_seconds(config),
             deadline=round(size.hours * 3600),
-            several_nodes=stage == "train" and size.workers > 1,
+            several_nodes=_several_nodes(config, stage),
+            processes=_processes(config, stage),
             port=_RENDEZVOUS_PORT,
             volume_path=_volume_path(config),
             user=USER,
@@ -139,7 +140,7 @@ def _slurm_command(config: RunConfig, stage: Stage) -> str:
     """The stage's command line; words in <> are what the shell fills in on the node."""
     words = ["eagle3", *_stage_words(config, stage, "<config>")]
     if _needs_launcher(config, stage):
-        launch = _launch_words(config, endpoint="<endpoint>", identity="<attempt>")
+        launch = _launch_words(config, stage, endpoint="<endpoint>", identity="<attempt>")
         words = ["python", *launch, *words[1:]]
     on_node = {
         "<config>": '"$1"',
@@ -199,23 +200,38 @@ def _volume_path(config: RunConfig) -> str:
 
 def _stage_words(config: RunConfig, stage: Stage, file: str) -> list[str]:
     """`eagle3`'s arguments for a stage; `file` is the configuration where the job runs."""
-    size = config.jobs.of(stage)
-    processes = max(size.gpus, 1) if stage == "train" else 1
-    return [stage, "-c", file, f"run.threads={max(size.cpus // processes, 1)}"]
+    threads = max(config.jobs.of(stage).cpus // _processes(config, stage), 1)
+    return [stage, "-c", file, f"run.threads={threads}"]
+
+
+def _processes(config: RunConfig, stage: Stage) -> int:
+    """Processes of one worker, each on a GPU. Raises ConfigError where they are too few."""
+    gpus = config.jobs.of(stage).gpus
+    splits = getattr(getattr(config, stage), "parallel", "none") == "tensor"
+    if splits and gpus < 2:
+        problem = f"{gpus} is too few: one process cannot split the target"
+        fix = f"set it to 2 or more, or {stage}.parallel=none"
+        raise ConfigError(problem, where=f"jobs.stages.{stage}.gpus", fix=fix)
+    return max(gpus, 1) if splits or stage == "train" else 1
+
+
+def _several_nodes(config: RunConfig, stage: Stage) -> bool:
+    """Whether all workers are one group; those of other stages share nothing but the run."""
+    return stage == "train" and config.jobs.of(stage).workers > 1
 
 
 def _needs_launcher(config: RunConfig, stage: Stage) -> bool:
-    """Whether the stage is one group of several processes, which a launcher starts."""
-    size = config.jobs.of(stage)
-    return stage == "train" and (size.workers > 1 or size.gpus > 1)
+    """Whether a worker is one of several processes, which a launcher starts."""
+    return _processes(config, stage) > 1 or _several_nodes(config, stage)
 
 
 def _final_codes(config: RunConfig, stage: Stage) -> list[int]:
     """Exit codes other than 0 after which another attempt is pointless.
 
-    Processes of a training that lose the others crash with 1, so there 1 is not final.
+    Processes of a training that lose the others crash with 1, so there 1 is not final; those that
+    split a target end with 75.
     """
-    return [2] if _needs_launcher(config, stage) else [1, 2]
+    return [2] if stage == "train" and _needs_launcher(config, stage) else [1, 2]
 
 
 def _grace_seconds(config: RunConfig) -> int:
@@ -223,18 +239,18 @@ def _grace_seconds(config: RunConfig) -> int:
     return math.ceil(config.train.grace_seconds) + _EXTRA_GRACE
 
 
-def _launch_words(config: RunConfig, *, endpoint: str, identity: str) -> list[str]:
+def _launch_words(config: RunConfig, stage: Stage, *, endpoint: str, identity: str) -> list[str]:
     """The launcher's arguments before the stage's own.
 
     `endpoint` is HOST:PORT of the first node, `identity` names the attempt.
     """
-    size = config.jobs.of("train")
     words = ["-m", "pipeline.jobs.launch", "--grace", str(_grace_seconds(config))]
-    words += ["--nproc-per-node", str(max(size.gpus, 1))]
-    if size.workers == 1:
+    words += ["--nproc-per-node", str(_processes(config, stage))]
+    if not _several_nodes(config, stage):
         words.append("--standalone")
     else:
-        words += ["--nnodes", str(size.workers), "--rdzv-backend", "c10d"]
+        nodes = config.jobs.of(stage).workers
+        words += ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
         words += ["--rdzv-endpoint", endpoint, "--rdzv-id", identity]
     return [*words, "--module", "pipeline.cli"]
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline.jobs.launch`: torchrun, with the exit code of the processes it started.
+"""`python -m pipeline.jobs.launch`: torchrun, with the exit code of a stage's processes.
 
 torchrun itself ends with 1 whatever they ended with, and a scheduler could not tell "try again"
 from "needs a person". The arguments are torchrun's, and `--grace SECONDS`: how long processes that
@@ -35,16 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
     if arguments.rdzv_backend == "c10d" and not arguments.rdzv_conf:
         arguments.rdzv_conf = f"is_host={_node_number() == 0}"
+    stage = next(iter(arguments.training_script_args), None)
     try:
         torchrun.run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         in_order = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
         return exit_code([failure.exitcode for failure in in_order])
     except SignalException:
-        return fail("interrupted (fix: run the same command again)", INTERRUPTED, stage="train")
+        return fail("interrupted (fix: run the same command again)", INTERRUPTED, stage=stage)
     except RendezvousError as error:
         fix = "run the same command again on all nodes"
-        return fail(f"the nodes did not meet: {error} (fix: {fix})", TRY_AGAIN, stage="train")
+        return fail(f"the nodes did not meet: {error} (fix: {fix})", TRY_AGAIN, stage=stage)
     return 0
 
 

@@ -158,6 +158,22 @@ def test_commands_are_ones_that_eagle3_takes(configure: Configure, sections: Obj
         assert parsed.command == stage and parsed.config == "/etc/eagle3/run.yaml"
 
 
+@pytest.mark.parametrize("stage", ["synth", "features", "eval"])
+def test_a_split_target_has_a_process_on_each_gpu(configure: Configure, stage: str) -> None:
+    sizes = {stage: {"gpus": 4, "cpus": 32, "workers": 1 if stage == "eval" else 3}}
+    sections = {stage: {"parallel": "tensor"}, "jobs": {"stages": sizes}}
+    kinds = objects(configure(**sections))[stage]
+    command, pod = container(kinds["Job"])["command"], kinds["Job"]["spec"]["template"]["spec"]
+    assert command[:3] == ["python", "-m", "pipeline.jobs.launch"]
+    assert dict(pairwise(command))["--nproc-per-node"] == "4"
+    assert "--standalone" in command and "Service" not in kinds, "workers are groups of their own"
+    assert command[command.index("pipeline.cli") + 1] == stage and "run.threads=8" in command
+    assert "shm" in {volume["name"] for volume in pod["volumes"]}
+    assert action(kinds["Job"], 1) == "FailJob", "who loses the others ends with 75"
+    script = render(configure(**sections), "slurm")[f"{stage}.sbatch"]
+    assert "--nproc-per-node 4 --standalone --module pipeline.cli " + stage in script
+
+
 def test_workers_are_pods_of_one_indexed_job(configure: Configure) -> None:
     rendered = jobs(configure(**TWO_NODES))
     for stage, workers in {"synth": 8, "features": 4, "train": 2, "eval": 1}.items():
@@ -244,6 +260,7 @@ def test_run_on_a_volume_is_mounted_where_its_uri_says(configure: Configure) -> 
         ({"run": {"uri": "/data/x"}}, "run.uri"),
         ({"run": {"shard": "0/2"}}, "run.shard"),
         ({"run": {"force": True}}, "run.force"),
+        ({"eval": {"parallel": "tensor"}}, "jobs.stages.eval.gpus"),
     ],
 )
 def test_what_jobs_could_not_run_is_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -36,13 +37,13 @@ if what != "0":
 
 
 def start(
-    tmp_path: Path, what: str, *options: str, node: str = "", processes: int = 2
+    tmp_path: Path, what: str, *options: str, node: str = "", processes: int = 2, log: str = ""
 ) -> subprocess.Popen[str]:
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
     launch = [sys.executable, "-m", "pipeline.jobs.launch", f"--nproc-per-node={processes}"]
     command = [*launch, *options, str(script), what, str(tmp_path)]
-    environment = {**os.environ, "SLURM_NODEID": node, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "SLURM_NODEID": node, "OMP_NUM_THREADS": "1", "EAGLE3_LOG": log}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -54,13 +55,15 @@ def test_ends_with_the_code_of_its_processes(tmp_path: Path, what: str, code: in
 
 
 def test_sigterm_reaches_every_process_and_ends_with_130(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait", "--standalone")
+    process = start(tmp_path, "wait", "--standalone", log="json")
     until = time.monotonic() + 60
     while len(list(tmp_path.glob("begun*"))) < 2 and time.monotonic() < until:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
+    [said] = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+    assert said["stage"] == "wait", "the first word of what it started"
     assert sorted(path.name for path in tmp_path.glob("ended*")) == ["ended0", "ended1"]
 
 
