@@ -111,7 +111,10 @@ def _assumed_counts(config: RunConfig, section: SynthSection) -> _PromptCounts:
         problem = "has sources that cannot be counted without fetching them"
         fix = "set synth.max_prompts, plan.prompts, or a limit for each source"
         raise ConfigError(problem, where="synth.sources", fix=fix)
-    prompts, length = min(known), config.plan.prompt_tokens
+    drawn, length = min(known), config.plan.prompt_tokens
+    prompts, of_drawn = max(1, round(drawn * section.share)), ""
+    if section.share < 1:
+        of_drawn = f" ({section.share:.4g} of {drawn:,}, synth.share)"
     prompt_tokens = min(length + _TEMPLATE_TOKENS, section.max_prompt_tokens)
     return _PromptCounts(
         prompts,
@@ -119,7 +122,8 @@ def _assumed_counts(config: RunConfig, section: SynthSection) -> _PromptCounts:
         prompts * prompt_tokens,
         prompts * _reply_tokens(section),
         (
-            f"records: {prompts:,} prompts assumed, none left out by filters; none was read",
+            f"records: {prompts:,} prompts assumed{of_drawn}, none left out by filters; "
+            "none was read",
             f"tokens: prompts of {length:,} tokens (plan.prompt_tokens), one turn, "
             f"replies of {_REPLY_SHARE:.0%} of max_new_tokens",
         ),

@@ -61,6 +61,15 @@ def test_a_billion_tokens_of_70b_on_64_gpus(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "a plan leaves nothing behind"
 
 
+def test_a_share_of_assumed_prompts_is_answered(tmp_path: Path) -> None:
+    synth, features, train, _ = plans(fleet(tmp_path, "synth.share=0.1"))
+    assert (synth.records, synth.tokens) == (PROMPTS // 10, TOKENS // 10)
+    assert f"{PROMPTS // 10:,} prompts assumed (0.1 of {PROMPTS:,}, synth.share)" in synth.basis[0]
+    assert features.tokens == train.tokens == TOKENS // 10
+    [least] = plans(fleet(tmp_path, "synth.share=1.0e-9"), "synth")
+    assert least.records == 1
+
+
 def test_the_command_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--plan", "--workers", "64", f"run.uri={tmp_path / 'run'}"]
     assert main(["run", "-c", str(FILE), *options]) == 0
