@@ -7,16 +7,18 @@ Everything else under `pipeline` may move between versions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 from pipeline import runtime
-from pipeline.config import DrafterSection, RunConfig, TreeSection, parse
+from pipeline.config import DrafterSection, RunConfig, Section, TreeSection, parse
 from pipeline.config import load as load_config
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
 from pipeline.drafters.registry import drafter_name, load_drafter
-from pipeline.errors import Eagle3Error
+from pipeline.errors import ConfigError, Eagle3Error
 from pipeline.heads.registry import open_head
 from pipeline.records import STAGES, Manifest, Sample, Stage
 from pipeline.store.manifest import read_manifest, stage_location
@@ -38,6 +40,7 @@ __all__ = [
     "Sample",
     "StatesSample",
     "Statistics",
+    "TreeSection",
     "load_config",
     "open_engine",
     "read_samples",
@@ -51,6 +54,9 @@ def run(config: RunConfig, *stages: Stage) -> list[Manifest]:
 
     Raises Eagle3Error for whatever the user can fix.
     """
+    if unknown := [stage for stage in stages if stage not in STAGES]:
+        fix = f"name some of {', '.join(STAGES)}"
+        raise ConfigError(f"{unknown[0]!r} is not a stage", where="run: stages", fix=fix)
     manifests = []
     for stage, *beside in config.in_turn(stages or STAGES):
         if beside:
@@ -61,9 +67,9 @@ def run(config: RunConfig, *stages: Stage) -> list[Manifest]:
 
 
 def open_engine(
-    source: str,
+    source: str | os.PathLike[str],
     *,
-    head: str | None = None,
+    head: str | os.PathLike[str] | None = None,
     drafter: DrafterSection | None = None,
     tree: TreeSection | None = None,
     slots: int = 1,
@@ -81,19 +87,24 @@ def open_engine(
     template and its mode are those of the head's contract. Raises ConfigError, TargetError,
     HeadError, ContractMismatch.
     """
+    _check_sizes(slots=(slots, 1), max_length=(max_length, 2))
+    _check_type(DrafterSection, "DrafterSection(name=…)", drafter=drafter)
+    _check_type(TreeSection, "TreeSection(top_k=…, steps=…, nodes=…)", tree=tree)
+    keys = {"source": _text(source), "device": device, "dtype": dtype}
+    keys["chat_template"] = chat_template
+    section = parse({"target": keys}, where="open_engine").target
     weights = None
     if head is None:
-        section = {"source": source, "chat_template": chat_template}
-        target = open_target(parse({"target": section}, where="open_engine").target)
+        target = open_target(section)
     else:
-        weights, card = open_head(head)
-        target = open_contracted_target(card.contract, source, where=f"head {head}")
-    where = pick_device(device)
+        weights, card = open_head(_text(head))
+        target = open_contracted_target(card.contract, section.source, where=f"head {head}")
+    where = pick_device(section.device)
     model = DecoderModel.load(
         target.directory,
         target.contract.capture_layers,
         device=where,
-        dtype=resolve_dtype(dtype, where),
+        dtype=resolve_dtype(section.dtype, where),
         max_length=max_length,
     )
     named = drafter or DrafterSection(name=drafter_name(weights))
@@ -102,17 +113,42 @@ def open_engine(
     return Engine(model, drafter=drafting, slots=slots), target.template()
 
 
-def read_samples(run_uri: str) -> Iterator[Sample]:
+def _text(path: Any) -> Any:
+    """A path as text; what is neither is refused by name where it is read."""
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def _check_sizes(**sizes: tuple[Any, int]) -> None:
+    """Of each argument its value, and the least that it may be."""
+    for name, (value, least) in sizes.items():
+        if type(value) is not int or value < least:
+            problem, fix = f"{value!r} is not a number of at least {least}", "pass an int"
+            if type(value) is int:
+                fix = f"set it to {least} or more"
+            raise ConfigError(problem, where=f"open_engine: {name}", fix=fix)
+
+
+def _check_type(section: type[Section], example: str, **values: object) -> None:
+    for name, value in values.items():
+        if value is not None and not isinstance(value, section):
+            problem = f"{value!r} is not a {section.__name__}"
+            fix = f"pass {example} of pipeline.api, or leave it out"
+            raise ConfigError(problem, where=f"open_engine: {name}", fix=fix)
+
+
+def read_samples(run_uri: str | os.PathLike[str]) -> Iterator[Sample]:
     """The conversations of a finished synth stage, each shard's checksum compared first."""
-    location = stage_location(run_uri, "synth")
-    for shard in read_manifest(run_uri, "synth").shards:
+    uri = _text(run_uri)
+    location = stage_location(uri, "synth")
+    for shard in read_manifest(uri, "synth").shards:
         yield from read_shard_of_samples(location, shard)
 
 
-def read_states(run_uri: str) -> Iterator[StatesSample]:
+def read_states(run_uri: str | os.PathLike[str]) -> Iterator[StatesSample]:
     """The states of a finished features stage, decoded to bf16, each sample's checksum compared."""
-    location = stage_location(run_uri, "features")
-    for shard in read_manifest(run_uri, "features").shards:
+    uri = _text(run_uri)
+    location = stage_location(uri, "features")
+    for shard in read_manifest(uri, "features").shards:
         reader = StatesReader(location, shard)
         for index in range(len(reader)):
             yield reader.sample(index)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from pipeline import api
+from pipeline.config import parse
+from pipeline.errors import ConfigError, HeadError, MissingStage
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 CONFIG = """
@@ -38,6 +41,45 @@ def test_everything_public_exists_and_nothing_else_is_promised() -> None:
     documented = ast.get_docstring(ast.parse(Path(api.__file__).read_text(encoding="utf-8")))
     imported = re.findall(r"import (.*)", documented or "")[0].split(", ")
     assert set(imported) <= set(api.__all__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"device": "gpu"}, "target.device: Input should be 'auto', 'cpu' or 'cuda', got 'gpu'"),
+        ({"dtype": "fp32"}, "target.dtype: Input should be 'auto', 'bfloat16'"),
+        ({"chat_template": "none.jinja"}, "target.chat_template: cannot be read"),
+        ({"drafter": "ngram"}, "drafter: 'ngram' is not a DrafterSection (fix: pass DrafterSec"),
+        ({"tree": "auto"}, "tree: 'auto' is not a TreeSection (fix: pass TreeSection(top_k=…"),
+        ({"tree": {"top_k": 2}}, "tree: {'top_k': 2} is not a TreeSection"),
+        ({"slots": 0}, "slots: 0 is not a number of at least 1 (fix: set it to 1 or more)"),
+        ({"slots": True}, "slots: True is not a number of at least 1"),
+        ({"max_length": 1}, "max_length: 1 is not a number of at least 2"),
+        ({"max_length": 64.0}, "max_length: 64.0 is not a number of at least 2 (fix: pass an int)"),
+        ({"source": 3}, "target.source: Input should be a valid string"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        api.open_engine(**{"source": "no/such", **arguments})
+    assert str(caught.value).startswith(f"open_engine: {problem}")
+
+
+def test_an_unknown_stage_is_refused_by_name(tmp_path: Path) -> None:
+    config = parse({"target": {"source": "x"}, "run": {"uri": str(tmp_path / "run")}})
+    with pytest.raises(ConfigError, match=r"^run: stages: 'trian' is not"):
+        api.run(config, "synth", cast(Any, "trian"))
+    assert not (tmp_path / "run").exists(), "before any stage runs"
+
+
+def test_places_may_be_paths(tiny_target: Path, tmp_path: Path) -> None:
+    engine, _ = api.open_engine(tiny_target, max_length=64)
+    assert engine.slots == 1
+    with pytest.raises(HeadError, match=str(tmp_path)):
+        api.open_engine(tiny_target, head=tmp_path)
+    for read in (api.read_samples, api.read_states):
+        with pytest.raises(MissingStage, match=str(tmp_path)):
+            next(iter(read(tmp_path)))
 
 
 def test_readme_lines_run(

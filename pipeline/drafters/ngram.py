@@ -268,6 +268,11 @@ def _ids(
             raise DataError(problem, where=where, fix="use the target's own token ids")
         yield ids
     elif _is_list_of(turns, str):
+        try:
+            "".join(turns).encode()
+        except UnicodeEncodeError:  # half a surrogate pair, which no tokenizer takes
+            problem, fix = "a text is not valid Unicode", "correct or remove that line"
+            raise DataError(problem, where=where, fix=fix) from None
         yield from map(encode, turns)
     else:
         fix = "write one JSON object a line with text, turns (texts) or token_ids"

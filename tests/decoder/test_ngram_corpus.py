@@ -146,6 +146,8 @@ def test_a_corpus_is_read_with_the_targets_tokenizer(
         (b'{"text": 3}', DataError, "holds no text"),
         (b'{"token_ids": [true]}', DataError, "token_ids is no list"),
         (b'{"token_ids": [49152]}', DataError, "token_ids is no list of numbers from 0 to 49151"),
+        (b'{"text": "a \\ud83d"}', DataError, "corpus.jsonl:1: a text is not valid Unicode"),
+        (b'{"turns": ["a", "\\udc00"]}', DataError, "corpus.jsonl:1: a text is not valid Unicode"),
         (b'{"text": "\xff"}', ConfigError, "not UTF-8"),
         (b"\n", ConfigError, "holds no text"),
     ],
