@@ -116,6 +116,10 @@ def test_unknown_key_without_a_neighbour_lists_the_known_ones() -> None:
         ("target.capture_layers", [], "capture"),
         ("synth.temperature", -0.1, "greater than or equal to 0"),
         ("target.dtype", "int4", "'bfloat16'"),
+        ("train.learning_rate", "inf", "train.learning_rate: Input should be a finite number"),
+        ("train.grace_seconds", "Infinity", "finite number, got 'Infinity'"),
+        ("synth.temperature", "nan", "finite number"),
+        ("train.timeout_minutes", 1e300, "less than or equal to"),
     ],
 )
 def test_wrong_value_says_what_is_right(dotted: str, value: Any, problem: str) -> None:
@@ -129,6 +133,21 @@ def test_wrong_value_says_what_is_right(dotted: str, value: Any, problem: str) -
     assert model is not None
     described_as = str(model.model_fields[key].description)
     assert caught.value.fix == " ".join(described_as.split())
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan"])
+def test_no_number_of_any_section_is_infinite(text: str) -> None:
+    """In lists and mappings of a section, too; where a text may stand, it is one."""
+    for dotted, value in [
+        ("synth.category_shares", {"a": text}),
+        ("eval.load", {"temperatures": [text]}),
+        ("jobs.stages", {"train": {"hours": text}}),
+        ("run.ray", {"gpus": text}),
+    ]:
+        with pytest.raises(ConfigError, match="finite number"):
+            parse(with_value(dotted, value))
+    said = parse(with_value("target.chat_template_kwargs", {"mode": text}))
+    assert said.target.chat_template_kwargs == {"mode": text}
 
 
 def test_settings_that_contradict_each_other_are_named_with_what_to_do() -> None:

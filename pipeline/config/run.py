@@ -89,7 +89,7 @@ class StageJobSection(Section):
     """CPU cores, and threads of torch, which the processes of a worker share."""
     memory_gib: int = Field(32, gt=0)
     """Main memory."""
-    hours: float = Field(24, gt=0)
+    hours: float = Field(24, gt=0, le=100_000)
     """Kubernetes: the stage fails after so long, all attempts together. Slurm: limit of one
     attempt, after which the next continues."""
 

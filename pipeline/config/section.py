@@ -26,6 +26,7 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
+        allow_inf_nan=False,  # pydantic reads them out of texts, which YAML's check lets pass
         hide_input_in_errors=True,  # it may be a key
     )
 

@@ -253,7 +253,7 @@ class TrainSection(Section):
     grace_seconds: float = Field(30, gt=0)
     """Time after a SIGTERM for the step under way and a checkpoint; then training ends without one.
     Not more than the scheduler's own (Kubernetes: terminationGracePeriodSeconds)."""
-    timeout_minutes: float = Field(30, gt=0)
+    timeout_minutes: float = Field(30, gt=0, le=1_000_000)
     """How long a process waits for the others of its group: more than one of them takes for an
     evaluation, or for a checkpoint's way to the store."""
     log_every: int = Field(10, gt=0)
