@@ -135,6 +135,48 @@ def test_wrong_value_says_what_is_right(dotted: str, value: Any, problem: str) -
     assert caught.value.fix == " ".join(described_as.split())
 
 
+@pytest.mark.parametrize(
+    ("dotted", "value", "problem", "fix"),
+    [
+        ("train", None, "is empty", "leave it out or write {}"),
+        ("train.head_config", None, "is empty", "leave it out or write {}"),
+        ("target", None, "is empty", "write {source: …}"),
+        ("target", "x", "'x' is not a mapping of its keys", "write target.source=x"),
+        ("eval.drafter", "ngram", "'ngram' is not a mapping", "write eval.drafter.name=ngram"),
+        ("synth.sources", ["x.jsonl"], "'x.jsonl' is not a mapping", "write {source: x.jsonl}"),
+        ("eval.drafter", None, "is empty", "leave it out or write {}"),
+        ("synth.pii", True, "True is not a mapping", "write synth.pii.enabled=true"),
+        ("eval.drafter", {"lookup": True}, "True is not", "write {key: value}; known keys here: "),
+        ("eval.tree", 3, "3 is not a mapping", "known keys here: top_k, steps, nodes"),
+        ("eval.compare", [{"name": "x", "tree": 3}], "3 is not a mapping", "top_k, steps, nodes"),
+        ("jobs.stages", {"train": None}, "is empty", "leave it out or write {}"),
+        ("synth.sources", "x", "Input should be a list, got 'x'", ""),
+        ("jobs.stages", 3, "Input should be a mapping, got 3", ""),
+    ],
+)
+def test_what_is_no_section_says_what_to_write(
+    dotted: str, value: Any, problem: str, fix: str
+) -> None:
+    tree = with_value(dotted, value) if "." in dotted else {**TREE, dotted: value}
+    with pytest.raises(ConfigError) as caught:
+        parse(tree)
+    assert dotted in caught.value.where
+    assert caught.value.problem.startswith(problem) and fix in caught.value.fix
+    assert "instance of" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "where"),
+    [
+        ("run.uri", "a\0b", "run.uri"),
+        ("synth.sources", [{"source": "a\0b"}], "synth.sources.0.source"),
+    ],
+)
+def test_a_null_character_is_refused(dotted: str, value: Any, where: str) -> None:
+    with pytest.raises(ConfigError, match=f"^config: {where}: holds a null character"):
+        parse(with_value(dotted, value))
+
+
 @pytest.mark.parametrize("text", ["inf", "-inf", "nan"])
 def test_no_number_of_any_section_is_infinite(text: str) -> None:
     """In lists and mappings of a section, too; where a text may stand, it is one."""

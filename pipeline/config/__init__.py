@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipeline.config.credentials import refuse_credentials
+from pipeline.config.credentials import refuse_credentials, texts
 from pipeline.config.drafter import (
     ALL_SETTINGS,
     DRAFTER_GROUP,
@@ -157,6 +157,10 @@ def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
 def parse(tree: dict[str, Any], *, where: str = "config") -> RunConfig:
     """Validate a nested mapping."""
     refuse_credentials(tree, where)
+    for key, text in texts(tree):
+        if "\0" in text:  # no path, address or command line holds one
+            fix = "correct the escape in the quoted text"
+            raise ConfigError("holds a null character", where=f"{where}: {key}", fix=fix)
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -239,6 +243,9 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
         return ConfigError(
             "required but not set", where=f"{where}: {dotted}", fix=f"add {dotted}: …"
         )
+    if first["type"] == "model_type":
+        problem, fix = _not_a_section(location, first["input"])
+        return ConfigError(problem, where=f"{where}: {dotted}", fix=fix)
     same = [_said(each) for each in error.errors() if each["loc"][:depth] == first["loc"][:depth]]
     said = " or ".join(dict.fromkeys(same)) if location != whole else _said(first)
     if isinstance(first["input"], dict) and "; " in said:  # of a section, whose text is no advice
@@ -248,9 +255,32 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
     return ConfigError(f"{said}{shown}", where=f"{where}: {dotted}", fix=_describe(location))
 
 
+def _not_a_section(location: list[str], value: Any) -> tuple[str, str]:
+    """Problem and fix of a value where a section's keys should stand."""
+    fields, dotted = _fields_at(location), ".".join(location)
+    own = {name: field for name, field in fields.items() if field is not ALL_SETTINGS.get(name)}
+    required = [name for name, field in own.items() if field.is_required()]
+    if value is None:
+        fix = f"write {{{required[0]}: …}}" if required else "leave it out or write {}"
+        return "is empty", fix
+    meant = "enabled" if isinstance(value, bool) else (required or ["name"])[0]
+    shown = _may_be_shown(location, value)
+    if shown and isinstance(value, bool | str) and meant in own:
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, bool) else value
+        is_listed = any(part.isdigit() for part in location)  # which no override names
+        fix = f"{{{meant}: {text}}}" if is_listed else f"{dotted}.{meant}={text}"
+        return f"{value!r} is not a mapping of its keys", f"write {fix}"
+    problem = f"{value!r} is not a mapping of its keys" if shown else "is not a mapping of its keys"
+    return problem, f"write {{key: value}}; known keys here: {', '.join(fields)}"
+
+
+#: pydantic's words for types of Python → those for what a file holds.
+_IN_A_FILE = {"tuple_type": "Input should be a list", "dict_type": "Input should be a mapping"}
+
+
 def _said(error: ErrorDetails) -> str:
     """pydantic's words, or those of our own check alone."""
-    return error["msg"].removeprefix("Value error, ")
+    return _IN_A_FILE.get(error["type"], error["msg"].removeprefix("Value error, "))
 
 
 def _may_be_shown(location: list[str], value: Any) -> bool:

@@ -67,7 +67,7 @@ VariableName = Annotated[str, AfterValidator(_is_a_name)]
 
 def refuse_credentials(tree: dict[str, Any], where: str) -> None:
     """Raises ConfigError, which never quotes it, for a key in `tree`, or an address with one."""
-    for key, text in _texts(tree):
+    for key, text in texts(tree):
         is_key = _KEY.fullmatch(text.strip()) and key.rpartition(".")[2] not in _COMMITS
         if is_key or holds_credentials(text):
             what = (
@@ -135,13 +135,13 @@ def is_this_machine(host: str) -> bool:
         return host == "localhost"
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Texts anywhere in a tree, with their dotted keys."""
     if isinstance(value, dict):
         for name, child in value.items():
-            yield from _texts(child, f"{key}.{name}" if key else str(name))
+            yield from texts(child, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for index, child in enumerate(value):
-            yield from _texts(child, f"{key}.{index}")
+            yield from texts(child, f"{key}.{index}")
     elif isinstance(value, str):
         yield key, value
