@@ -56,6 +56,8 @@ _LIKELIER = 1.92
 NEAR_DRAFTS, NEAR_DRAFT = 0.4, 0.001
 #: Of trees in bf16, whose near-ties are not known: so many more or fewer rounds, as a share.
 _OTHER_ROUNDS = 0.04
+#: Rounds that near-ties may move, of however few, where no reply keeps its text.
+_MOVED_ROUNDS = 2
 #: The same of SGLang's trees in fp32, whose branches read each other's keys; 0.002 were seen.
 _OTHER_BRANCHES = 0.01
 #: How far τ may move between concurrencies, by near-ties and by prompts that are sent again.
@@ -607,7 +609,7 @@ def _other_rounds(seen: SeenServer, shape: TreeSection) -> str:
             sum(each[2] for each in rounds),
         )
         share = _OTHER_BRANCHES if seen.exact_alone else _OTHER_ROUNDS
-        if apart <= share * total:
+        if apart <= share * total or (not other and apart <= _MOVED_ROUNDS):
             return ""
         if not other:
             first, made, expected = next(each for each in rounds if each[1] != each[2])
