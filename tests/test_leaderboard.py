@@ -151,6 +151,7 @@ def test_a_difference_is_over_the_seeds_that_both_have() -> None:
     assert "| 2.600 (" in line and "| `default` -0.150 (-0.15 … -0.15) | 2 |" in line
     strangers = Row(other.experiment, 1000, (cell("other", 7, [10, 10]),))
     assert "1.000 (1.00 … 1.00) |  | 1 |" in table([default, strangers], ALIKE)
+    assert Spreads.of([default, strangers]).difference.free == 0
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3])

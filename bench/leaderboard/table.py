@@ -93,7 +93,9 @@ class Spreads(NamedTuple):
         named = {_name(row): row for row in rows}
         pairs = [(row, named.get(_name(row, row.experiment.against))) for row in rows]
         both = [_of_both(row, rival) for row, rival in pairs if rival and rival is not row]
-        differences = [mine.tau_by_seed() - theirs.tau_by_seed() for mine, theirs in both]
+        differences = [
+            mine.tau_by_seed() - theirs.tau_by_seed() for mine, theirs in both if mine.cells
+        ]
         return cls(Spread.of(row.tau_by_seed() for row in rows), Spread.of(differences))
 
 

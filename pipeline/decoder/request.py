@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
-from numbers import Integral, Real
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.reports import RoundCounters
 
@@ -63,7 +63,7 @@ class Request:
         if outside:
             what = f"prompt_ids has token {_shown(outside[0])}, the vocabulary has {vocabulary}"
             return Problem(what, "encode with the target's own tokenizer")
-        length = len(self.prompt_ids) + self.max_new_tokens
+        length = len(self.prompt_ids) + int(self.max_new_tokens)  # numpy's would wrap around
         if length > max_length:
             what = f"prompt_ids + max_new_tokens are {length} tokens, the engine holds {max_length}"
             return Problem(f"{what} a request", "shorten one of them")
@@ -75,14 +75,20 @@ _MOST = 2**63 - 1
 _HOTTEST = 3.4e38
 
 
-def _is_whole(value: object, least: int, most: int) -> bool:
-    """Whether it is an integer in that range, Python's or numpy's."""
-    return isinstance(value, int | Integral) and least <= int(value) <= most
+def _is_whole(value: Any, least: int, most: int) -> bool:
+    """Whether it is an integer in that range: Python's, numpy's or torch's."""
+    try:
+        return least <= operator.index(value) <= most
+    except TypeError:
+        return False
 
 
-def _is_in(value: object, least: float, most: float) -> bool:
+def _is_in(value: Any, least: float, most: float) -> bool:
     """Whether it is a number in that range; NaN is in none."""
-    return isinstance(value, Real) and not value < least and value <= most
+    try:
+        return not isinstance(value, str) and least <= float(value) <= most
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _shown(value: object) -> str:

@@ -286,20 +286,25 @@ def check_tensors(
             raise HeadError(problem, where=where, fix=fix)
 
 
-def add_t2d(tensors: dict[str, Tensor], vocab_size: int, where: str) -> dict[str, Tensor]:
+def add_t2d(tensors: dict[str, Tensor], vocab_size: int, directory: Path) -> dict[str, Tensor]:
     """The tensors of another trainer's head, with the t2d [V] that follows from its d2t.
 
     Servers skip t2d, and ModelOpt does not write it. Raises HeadError for a d2t that is none.
     """
-    if "d2t" not in tensors or "t2d" in tensors:
+    if "d2t" not in tensors or "t2d" in tensors or is_own(directory):
         return tensors
-    offsets = _whole("d2t", tensors["d2t"], where).flatten()
+    offsets = _whole("d2t", tensors["d2t"], str(directory)).flatten()
     ids = offsets + torch.arange(len(offsets))
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[ids[(ids >= 0) & (ids < vocab_size)]] = True
     # Nothing confirms d2t now: with target ids in place of offsets it may stay in the vocabulary.
-    notice("import", f"t2d is missing: made from d2t, read as offsets ({where})")
+    notice("import", f"t2d is missing: made from d2t, read as offsets ({directory})")
     return {**tensors, "t2d": t2d}
+
+
+def is_own(directory: Path) -> bool:
+    """Whether this package wrote the head, which then lacks nothing."""
+    return (directory / CARD).is_file()
 
 
 def draft_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:

@@ -118,10 +118,13 @@ def _check_windows(config: RunConfig, data: Data, before: Progress) -> None:
     if keep is None or window is None:
         return
     group, batches = world_size() * config.train.accumulate, len(schedule)
-    for first in range(before.batches, max(before.batches + 1, batches - group + 1), group):
+    # A run of fewer batches than one step has one all the same.
+    least = before.batches + (0 if before.step else 1)
+    for first in range(before.batches, max(least, batches - group + 1), group):
         last = min(first + group, batches) - 1
         end = min(len(data.corpus), (schedule.window(last) + 1) * window)
-        needed = end - schedule.window(min(first, last)) * window
+        # Before the first step nothing is given up, however little was to be read of it.
+        needed = end - (schedule.window(first) * window if first else 0)
         if needed > keep:
             raise ConfigError(
                 f"{keep} shards stay, and one step of {group} batches takes those of {needed}",

@@ -201,6 +201,8 @@ def test_t2d_of_another_trainer_s_head_follows_from_d2t(
     if (directory / CARD).is_file():
         with pytest.raises(HeadError, match="has no tensor t2d"):
             open_head(str(directory))
+        with pytest.raises(HeadError, match="t2d"):
+            opened(kind, directory, tiny_target)
         (directory / CARD).unlink()
     head = opened(kind, directory, tiny_target)
     expected = torch.arange(head.shape.draft_vocab_size) * 3 + 5

@@ -302,7 +302,7 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     lacks_rows = not shape.target_lm_head and _LM_HEAD not in tensors
     if lacks_rows:
         tensors[_LM_HEAD] = torch.zeros(shape.draft_vocab_size, shape.hidden_size)
-    tensors = add_t2d(tensors, shape.vocab_size, str(directory))
+    tensors = add_t2d(tensors, shape.vocab_size, directory)
     head = fill_head(DflashHead, shape, tensors, where=str(directory))
     return ForeignHead(dialect, layers, head, embedding, lacks_rows)
 

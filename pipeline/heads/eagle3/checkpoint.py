@@ -22,6 +22,7 @@ from pipeline.heads.checkpoint import (
     fill_head,
     fill_rows,
     has_targets_embedding,
+    is_own,
     read_json,
     read_tensors,
     write_files,
@@ -54,10 +55,10 @@ def read_foreign(directory: Path) -> ForeignHead:
     embedding = None if own else tensors.pop(speculators.EMBEDDING, None)
     # SGLang and vLLM then draft with the target's lm_head, which has to be of the same width.
     whole = shape.draft_vocab_size == shape.vocab_size and not shape.target_hidden_size
-    lacks_rows = whole and _LM_HEAD not in tensors
+    lacks_rows = whole and _LM_HEAD not in tensors and not is_own(directory)
     if lacks_rows:
         tensors[_LM_HEAD] = torch.zeros(shape.vocab_size, shape.hidden_size)
-    tensors = add_t2d(tensors, shape.vocab_size, str(directory))
+    tensors = add_t2d(tensors, shape.vocab_size, directory)
     head = fill_head(Eagle3Head, shape, tensors, where=str(directory))
     architectures = () if dialect == "speculators" else architectures_of(body, where)
     complete = partial(_complete, architectures=architectures)

@@ -148,7 +148,7 @@ def read_mtp(directory: Path) -> ForeignHead:
     )
     if plain:
         tensors = {name: each for name, each in tensors.items() if not name.endswith(_BIASES)}
-    head = _head(_shape(body, where, bias=not plain), tensors, str(directory))
+    head = _head(_shape(body, where, bias=not plain), tensors, directory)
     layers = layer_ids(body.get("target_layer_ids"), where, "target_layer_ids", offset=0)
     return ForeignHead(
         "mtp",
@@ -201,10 +201,10 @@ def _shape(body: dict[str, Any], where: str, *, bias: bool) -> ChainedShape:
     return validated(ChainedShape, fields, where)
 
 
-def _head(shape: ChainedShape, tensors: dict[str, Tensor], where: str) -> ChainedHead:
+def _head(shape: ChainedShape, tensors: dict[str, Tensor], directory: Path) -> ChainedHead:
     """Float32 heads of `shape`, but for what is the target's."""
-    maps = {name: tensors.pop(name) for name in _MAPS if name in tensors}
-    maps = add_t2d(maps, shape.vocab_size, where)
+    maps, where = {name: tensors.pop(name) for name in _MAPS if name in tensors}, str(directory)
+    maps = add_t2d(maps, shape.vocab_size, directory)
     ids = torch.arange(shape.vocab_size)
     if maps:
         check_tensors({"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}, maps, where)

@@ -682,8 +682,13 @@ def texts(seen: SeenServer) -> Iterator[ServerFinding]:
         text = f"{len(hidden)} of {len(replied)} replies came without token ids, first "
         text += f"{hidden[0]}: their texts and single rounds were not compared, only τ"
         fix = "use a version that returns token ids, and ask it without a gateway"
-        # What fp32 promises, equal texts and rounds, was then not seen of any reply.
-        unseen = seen.exact_alone and len(hidden) == len(replied)
+        # What fp32 promises, equal texts and rounds, was then not seen of any reply. Without scores
+        # a server that names no type may compute in another.
+        known = seen.measured_noise is not None or seen.server.settings.get("dtype") not in (
+            None,
+            "auto",
+        )
+        unseen = seen.exact_alone and known and len(hidden) == len(replied)
         yield finding("error" if unseen else "warning", "texts_unknown", text, fix)
     if not (partings := seen.partings):
         return
