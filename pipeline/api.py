@@ -8,6 +8,7 @@ Everything else under `pipeline` may move between versions.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,15 +83,17 @@ def open_engine(
     or another `drafter`.
 
     `tree` is the draft tree's shape, `slots` the requests decoded side by side, `max_length` the
-    most tokens of one, prompt and reply; `device` and `dtype` are as in the configuration's
-    `target`, and `chat_template` too, for a target that has none and without a head: with one, the
-    template and its mode are those of the head's contract. Raises ConfigError, TargetError,
-    HeadError, ContractMismatch.
+    most tokens of one, prompt and reply; `device` (or one GPU, `cuda:1`) and `dtype` are as in the
+    configuration's `target`, and `chat_template` too, for a target that has none and without a
+    head: with one, the template and its mode are those of the head's contract. Raises ConfigError,
+    TargetError, HeadError, ContractMismatch.
     """
     _check_sizes(slots=(slots, 1), max_length=(max_length, 2))
     _check_type(DrafterSection, "DrafterSection(name=…)", drafter=drafter)
     _check_type(TreeSection, "TreeSection(top_k=…, steps=…, nodes=…)", tree=tree)
-    keys = {"source": _text(source), "device": device, "dtype": dtype}
+    # A configuration has all GPUs that its process sees; here one of them can be meant.
+    one = isinstance(device, str) and re.fullmatch(r"cuda:[0-9]+", device)
+    keys = {"source": _text(source), "device": "cuda" if one else device, "dtype": dtype}
     keys["chat_template"] = chat_template
     section = parse({"target": keys}, where="open_engine").target
     weights = None
@@ -99,7 +102,7 @@ def open_engine(
     else:
         weights, card = open_head(_text(head))
         target = open_contracted_target(card.contract, section.source, where=f"head {head}")
-    where = pick_device(section.device)
+    where = pick_device(device if one else section.device)
     model = DecoderModel.load(
         target.directory,
         target.contract.capture_layers,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from pipeline import api
 from pipeline.config import parse
-from pipeline.errors import ConfigError, HeadError, MissingStage
+from pipeline.errors import ConfigError, HeadError, MissingStage, TargetError
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 CONFIG = """
@@ -106,3 +107,11 @@ def test_readme_lines_run(
     assert [state.aux_states.shape for state in states] == [
         (len(sample.token_ids), 3 * 32) for sample in samples
     ]
+
+
+def test_one_of_several_gpus_can_be_meant(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TargetError, match="cuda:1: no CUDA device is available"):
+        api.open_engine(tiny_target, device="cuda:1")

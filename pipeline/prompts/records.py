@@ -268,7 +268,7 @@ def _license(record: Mapping[str, Any], where: str) -> str:
     forbids = str(record.get("forbids_competing_models") or "").strip().lower()
     if forbids in ("true", "1", "1.0", "yes"):  # as tables store it
         return FORBIDS_COMPETING_MODELS
-    if forbids not in ("", "false", "0", "0.0", "no"):
+    if forbids not in ("", "false", "0", "0.0", "no", "nan", "none", "null"):
         at, fix = f"{where}: forbids_competing_models", "write true or false"
         raise BadRecord("is neither true nor false", where=at, fix=fix)
     return _text_field(record, "license", "unknown", where)

@@ -32,6 +32,7 @@ import importlib.metadata
 import os
 import platform
 import random
+import re
 import secrets
 import socket
 import threading
@@ -97,6 +98,8 @@ _KINDS = {"server": "server", "parent": "parent", "target": "target", "pii": "fi
 #: Committed shards of which the arithmetic is looked up when a stage is continued.
 _LOOKED_AT = 64
 CLAIMS = "claims"
+#: A claim's file: what is claimed, and how many claims on it were taken over before.
+_CLAIM = re.compile(r"(.+)\.([0-9]+)\.json")
 #: A claim is renewed so many times before it counts as abandoned.
 _RENEWALS = 4
 #: Seconds of the first wait for shards that others are making; waits double.
@@ -631,7 +634,7 @@ class Claims:
 
     def holders(self) -> set[str]:
         """Host and process of each claim that is alive."""
-        alive, files = set(), self._folder.names()
+        alive, files = set(), {file for file in self._folder.names() if _CLAIM.fullmatch(file)}
         for file in files:
             with suppress(StoreError):  # released meanwhile
                 data = self._folder.read(file)
@@ -724,8 +727,8 @@ def _number(file: str) -> int:
 
 def _newest(name: str, files: Iterable[str]) -> str | None:
     """Of the claims on shard `name` among `files`, the one that took all others over."""
-    parts = (file.rsplit(".", 2) for file in files)
-    own = [int(each[1]) for each in parts if each[0] == name and each[1].isdigit()]
+    parts = (_CLAIM.fullmatch(file) for file in files)
+    own = [int(each[2]) for each in parts if each and each[1] == name]
     return _claim_file(name, max(own)) if own else None
 
 

@@ -31,6 +31,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import regex  # type: ignore[import-untyped]
@@ -154,12 +155,15 @@ def words_of(text: str) -> list[str]:
 
 def _distinctive_grams(turn: list[str]) -> Iterator[tuple[str, ...]]:
     """Word sequences whose appearance elsewhere is no coincidence."""
-    for rows in (_OF_WORDS, _OF_IDEOGRAPHS, _OF_LETTERS):
-        if len(turn) < rows.shortest:
-            continue
-        for gram in _windows(turn, min(len(turn), rows.gram)):
-            letters = {word for word in gram if _LETTERS.match(word)}
-            if len(letters) >= rows.distinct and _rows_of(gram) is rows:
+    lettered = [bool(_LETTERS.match(word)) for word in turn]
+    characters = [bool(_IS_CHARACTER.match(word)) for word in turn]
+    for rows in (_OF_WORDS, _OF_IDEOGRAPHS, _OF_LETTERS) if any(characters) else (_OF_WORDS,):
+        size = min(len(turn), rows.gram)
+        for start, gram in enumerate(_windows(turn, size) if len(turn) >= rows.shortest else ()):
+            own = slice(start, start + size)
+            if len({*compress(gram, lettered[own])}) >= rows.distinct and rows is (
+                _rows_of(gram) if any(characters[own]) else _OF_WORDS
+            ):
                 yield gram
 
 

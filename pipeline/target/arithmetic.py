@@ -39,9 +39,9 @@ def pick_device(setting: str) -> torch.device:
 
     if setting == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if setting == "cuda" and not torch.cuda.is_available():
+    if setting.startswith("cuda") and not torch.cuda.is_available():
         fix = "set target.device=auto or cpu"
-        raise TargetError("no CUDA device is available", where="target.device=cuda", fix=fix)
+        raise TargetError("no CUDA device is available", where=f"target.device={setting}", fix=fix)
     return torch.device(setting)
 
 

@@ -104,8 +104,10 @@ def test_a_broken_claim_grows_old_as_any_other(tmp_path: Path) -> None:
     folder = tmp_path / "claims"
     folder.mkdir()
     (folder / "a.0000.json").write_text("{")
+    for stranger in ("a", "README", ".DS_Store", "a.²¹.json"):
+        (folder / stranger).write_text("")
     with Claims(Location(str(tmp_path)), 60) as claims:
-        assert not claims.take("a")
+        assert not claims.take("a") and claims.holders() == {"a process that has left no name"}
         os.utime(folder / "a.0000.json", (1, 1))
         assert claims.take("a")
 
