@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
@@ -71,8 +72,7 @@ class Request:
 
 
 _MOST = 2**63 - 1
-#: A float32 is finite up to here.
-_HOTTEST = 3.4e38
+_HOTTEST = sys.float_info.max
 
 
 def _is_whole(value: Any, least: int, most: int) -> bool:

@@ -49,7 +49,6 @@ def expected(model: DecoderModel) -> dict[str, tuple[int, ...]]:
         (Request("bad", (1,), 4, (), top_p=0.0), "top_p"),
         (Request("bad", (1,), 4, (), temperature=float("nan")), "temperature is nan"),
         (Request("bad", (1,), 4, (), temperature=float("inf")), "temperature is inf"),
-        (Request("bad", (1,), 4, (), temperature=1e300), "temperature is 1e+300"),
         (Request("bad", (1,), 4, (), top_p=float("nan")), "top_p is nan"),
         (Request("bad", (1,), 4, (), seed=2**63), f"seed is {2**63}"),
         (Request("bad", (1,), 4, (), seed=10**5000), "seed is an integer of more than 64 bits"),

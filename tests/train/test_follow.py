@@ -114,8 +114,9 @@ def beside(config: RunConfig, suffix: str) -> Path:
 
 
 def started(config: RunConfig, stage: str, *, tool: tuple[str, ...] = ()) -> Any:
-    file = beside(config, "yaml")
-    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    file, fresh = beside(config, "yaml"), beside(config, "fresh")
+    fresh.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    fresh.replace(file)  # another stage may be reading it
     if not tool:
         return Command([stage, "-c", str(file)], beside(config, stage))
     words = [sys.executable, "-W", "ignore", *tool, "-m", "pipeline.cli", stage, "-c", str(file)]
