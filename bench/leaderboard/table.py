@@ -49,7 +49,8 @@ class Row(NamedTuple):
         return self._replace(cells=tuple(cell for cell in self.cells if cell.seed in seeds))
 
     def tau(self) -> float:
-        return float(self.draws()[0])
+        rounds, tokens = self.sums().sum((0, 1))
+        return float(tokens / rounds)
 
     def tau_by_seed(self) -> _Floats:
         """[seeds]."""

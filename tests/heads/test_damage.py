@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeline import cli
 from pipeline.errors import HeadError
+from pipeline.exchange.imports import import_head
 from pipeline.heads.registry import open_head
 from tests.heads.conftest import CARD, CONFIG, WEIGHTS, edit, rewrite
 from tests.heads.test_fields import HeadOf, head_of, opened, target
@@ -201,8 +202,8 @@ def test_t2d_of_another_trainer_s_head_follows_from_d2t(
     if (directory / CARD).is_file():
         with pytest.raises(HeadError, match="has no tensor t2d"):
             open_head(str(directory))
-        with pytest.raises(HeadError, match="t2d"):
-            opened(kind, directory, tiny_target)
+        with pytest.raises(HeadError, match="has no tensor t2d"):
+            import_head(str(directory), target=str(tiny_target), out=f"{directory}.imported")
         (directory / CARD).unlink()
     head = opened(kind, directory, tiny_target)
     expected = torch.arange(head.shape.draft_vocab_size) * 3 + 5

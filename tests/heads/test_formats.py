@@ -255,6 +255,7 @@ def test_a_head_over_the_whole_vocabulary_without_lm_head_has_the_targets(
     own = tmp_path / "own"
     head = make_head(shape.model_copy(update={"draft_vocab_size": shape.vocab_size // 4}))
     save_head(own, head, HeadCard(contract))
+    card = (own / CARD).read_bytes()
     (own / CARD).unlink()
     rewrite(own, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(HeadError, match=r"has no tensor lm_head\.weight"):
@@ -266,6 +267,10 @@ def test_a_head_over_the_whole_vocabulary_without_lm_head_has_the_targets(
     rows = TargetWeights(tiny_target).lm_head()
     assert torch.equal(back.lm_head.weight, rows.bfloat16().float())
     assert torch.equal(back.fc.weight, head.fc.weight)
+    (own / CARD).write_bytes(card)  # our own directories have all of it
+    with pytest.raises(HeadError, match=r"has no tensor lm_head\.weight"):
+        import_back(own)
+    (own / CARD).unlink()
     edit(own, draft_vocab_size=..., tie_word_embeddings=True)
     with pytest.raises(HeadError, match="tie_word_embeddings is True"):
         import_back(own)

@@ -233,6 +233,19 @@ def test_a_claim_that_was_taken_over_is_not_renewed(location: Location) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
+def test_what_was_taken_over_is_not_given_back(location: Location) -> None:
+    """By a process that wakes up at its end, before it has looked."""
+    folder = location.child("claims")
+    with Claims(location, 0.4) as other, Claims(location, 1000) as stopped:
+        assert stopped.take("a")
+        time.sleep(1.0)
+        assert other.take("a")
+        stopped.release_all()
+        assert folder.names() == ["a.0000.json", "a.0001.json"] and other.holds("a")
+    assert folder.names() == []
+
+
+@pytest.mark.usefixtures("elsewhere")
 def test_what_a_kill_within_a_release_left_is_taken_over(location: Location) -> None:
     """The last of several claims, without those that it had taken over."""
     folder = location.child("claims")

@@ -81,8 +81,8 @@ def _complete(
         return replace(foreign, embedding=None)
     if foreign.dialect == "sglang" and not {*sglang.CLASSES} & {*architectures}:
         problem = f"{own}, and whether the head reads it depends on architectures"
-        vllm = sglang.CLASSES[1]
-        fix = f"write [{sglang.ARCHITECTURE}] for a head that reads the target's, else [{vllm}]"
+        fix = f"write [{sglang.ARCHITECTURE}] for a head that reads the target's, "
+        fix += f"else [{sglang.OF_VLLM}]"
         raise HeadError(problem, where=where, fix=fix)
     notice("import", f"{own}: kept as the head's own, as vLLM does ({check})")
     shape = foreign.head.shape.model_copy(update={"own_embedding": True})
@@ -97,7 +97,7 @@ def _detect(body: dict[str, Any], where: str) -> str:
     named = architectures_of(body, where)
     if {*sglang.CLASSES} & {*named} or "draft_vocab_size" in body:
         return "sglang"
-    known = f"{MODEL_TYPE} nor architectures [{sglang.CLASSES[0]}]"
+    known = f"{MODEL_TYPE} nor architectures [{sglang.ARCHITECTURE}]"
     problem = f"is no EAGLE-3 head's: it has neither {known} nor draft_vocab_size"
     if named:
         problem = f"{problem}, and architectures is {named}"

@@ -33,11 +33,11 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 #: vLLM's names of that class, and of one whose layers are Qwen3's.
-_VLLM, _VLLM_QWEN3 = "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"
+OF_VLLM, _VLLM_QWEN3 = "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"
 
 
 #: Of EAGLE-3 heads alone.
-CLASSES = (ARCHITECTURE, _VLLM, _VLLM_QWEN3)
+CLASSES = (ARCHITECTURE, OF_VLLM, _VLLM_QWEN3)
 
 
 #: The last one as SafeAILab's trainer writes its target's.
@@ -86,7 +86,7 @@ def sglang_config(shape: HeadShape, capture_layers: tuple[int, ...]) -> dict[str
     A head that SGLang's class would compute wrongly has the name of vLLM's, which SGLang does not
     load.
     """
-    architecture = _VLLM if unknown_to_sglang(shape) else ARCHITECTURE
+    architecture = OF_VLLM if unknown_to_sglang(shape) else ARCHITECTURE
     layers, window = shape.num_hidden_layers, shape.sliding_window or shape.draft_window
     return {
         "architectures": [_VLLM_QWEN3 if shape.qk_norm else architecture],

@@ -285,10 +285,14 @@ class SeenServer:
         """Whether both sides compute in fp32: as the server says, else as it shows."""
         if self.report is None or self.report.settings.dtype != "float32":
             return False
-        dtype = str(self.server.settings.get("dtype", "auto")).removeprefix("torch.")
-        if dtype == "auto":
+        if self.dtype == "auto":
             return not self.partings and (self.measured_noise or 0.0) <= EXACT_NOISE
-        return dtype == "float32"
+        return self.dtype == "float32"
+
+    @property
+    def dtype(self) -> str:
+        """That the server says it computes in; auto where it does not."""
+        return str(self.server.settings.get("dtype", "auto")).removeprefix("torch.")
 
 
 def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
@@ -684,10 +688,7 @@ def texts(seen: SeenServer) -> Iterator[ServerFinding]:
         fix = "use a version that returns token ids, and ask it without a gateway"
         # What fp32 promises, equal texts and rounds, was then not seen of any reply. Without scores
         # a server that names no type may compute in another.
-        known = seen.measured_noise is not None or seen.server.settings.get("dtype") not in (
-            None,
-            "auto",
-        )
+        known = seen.measured_noise is not None or seen.dtype != "auto"
         unseen = seen.exact_alone and known and len(hidden) == len(replied)
         yield finding("error" if unseen else "warning", "texts_unknown", text, fix)
     if not (partings := seen.partings):

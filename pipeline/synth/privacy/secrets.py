@@ -42,11 +42,11 @@ _WORD = r"(?:[a-z]+[0-9]{0,2}|[0-9]{1,4})"
 _NAME = rf"(?:/|{_WORD}(?:[_\-/]{_WORD})+(?![A-Za-z0-9_\-/+]))"
 
 
-def _assigned(unless: str) -> str:
-    """A value behind its name, not of this form; nor code such as `get_key_v2(…)` or
-    `settings.key_v2`, nor the next line of an empty template."""
+def _assigned(condition: str = "") -> str:
+    """A value behind its name, and what else must hold where it begins. Not code such as
+    `get_key_v2(…)` or `settings.key_v2`, nor the next line of an empty template."""
     mixed = r"(?=[A-Za-z_\-/+]*+[0-9])(?=[0-9_\-/+]*+[A-Za-z])"
-    value = rf"(?P<value>(?!{unless}){mixed}[A-Za-z0-9_\-/+]{{16,}}+)(?![(\w]|\.\w)"
+    value = rf"(?P<value>{condition}{mixed}[A-Za-z0-9_\-/+]{{16,}}+)(?![(\w]|\.\w)"
     return rf"\s*(?:(?::|\bis\b)\s*|=[^\S\n]*)['\"]?{value}"
 
 
@@ -60,9 +60,9 @@ _KEYS = (
     # In API_KEY, MY_API_KEY, my-api-key, myApiKey:
     r"(?:(?<![A-Za-z0-9])|(?<=[a-z])(?=[A-Z]))"
     r"(?i:(?:api|access|secret|auth|account)[_\- ]?(?:key|token)|client[_\- ]?secret)['\"]?"
-    rf"{_assigned('[(]')}",
+    rf"{_assigned()}",
     # Other variables of an environment:
-    rf"(?<=[A-Z0-9]_)(?:TOKEN|SECRET|KEY(?:_BASE)?){_assigned(_NAME)}",
+    rf"(?<=[A-Z0-9]_)(?:TOKEN|SECRET|KEY(?:_BASE)?){_assigned(f'(?!{_NAME})')}",
 )
 #: To the end of the text where the closing line is missing: half a key is a key.
 _PEM = (
